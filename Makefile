@@ -1,0 +1,51 @@
+# Every way to run this project. `make demo` and `make test` set up what they need in .venv, once, and again when the
+# dependencies change; nothing is installed outside it. PYTHON chooses the interpreter the environment is made from.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+NATIVE := $(wildcard src/fuselm/*/*.cu src/fuselm/*/*.cuh src/fuselm/*/*.h src/fuselm/*/*.cpp src/fuselm/*/*.cc)
+PART ?=
+OPS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint bench gpu-check clean
+
+help: ## Show these verbs
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+demo: $(STAMP) ## Look at this machine, then run a quick kernel benchmark on it (CPU is enough)
+	$(BIN)/fuselm doctor
+	$(BIN)/fuselm bench kernels --quick --out runs/demo
+
+test: $(STAMP) ## Run every test that needs no GPU
+	$(BIN)/python -m pytest -m "not gpu and not slow"
+
+lint: $(STAMP) ## Check style, types and formatting
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	@if [ -z "$(NATIVE)" ]; then echo "no native sources to format"; \
+	elif [ -x $(BIN)/clang-format ]; then echo "clang-format --dry-run"; $(BIN)/clang-format --dry-run --Werror $(NATIVE); \
+	else echo "clang-format is not here: native sources unchecked"; fi
+
+bench: $(STAMP) ## Benchmark the kernels in full on this machine
+	$(BIN)/fuselm bench kernels --out runs/bench
+
+# Installs nothing: it runs with the interpreter it is given, since a GPU machine brings its own CUDA build of torch.
+gpu-check: ## On a GPU: PART=tests|sanitizer|bench (all in turn when empty), OPS="op op" (all when empty)
+	@set -e; for part in $(or $(PART),tests sanitizer bench); do \
+	  echo "gpu-check: $$part"; PYTHONPATH=src $(PYTHON) -m fuselm.bench.record --part $$part --ops "$(OPS)"; done
+
+clean: ## Remove the environment, caches and runs
+	rm -rf $(VENV) runs .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find src tests examples -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "fuselm needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version 2>&1). Say PYTHON=python3.12, for one."; exit 1; }
+	@echo "setting up $(VENV) (once; a few minutes)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@

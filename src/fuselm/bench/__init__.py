@@ -1,0 +1,1 @@
+"""Measuring: one timing protocol (harness.py), rows made with it, and plots, records and README text made of rows."""

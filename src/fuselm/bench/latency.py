@@ -1,0 +1,97 @@
+"""Latencies of small calls: the decode table (inside a CUDA graph, and with a wait) and the host time of one call.
+
+Knows the registry, the timer and the peers; neither prints nor writes. The decode table needs a GPU: on a CPU there is
+no graph to be inside of. Host times are for fuselm and for what a user of torch would write, on the smallest case.
+
+    measure(op, "cuda", peers.NAMES, timer, results, "NVIDIA H200")
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from fuselm.bench import peers
+from fuselm.bench.harness import Timer, empty_kernel
+from fuselm.bench.report import DECODE_FIELDS, HOST_FIELDS, Results, Row, as_row
+from fuselm.bench.tensors import make_inputs
+from fuselm.kernels.spec import Case, OpSpec
+
+HOST_CALLS, HOST_BATCHES = 200, 10
+
+
+def measure(op: OpSpec, device: str, impls: Sequence[str], timer: Timer, results: Results, device_name: str) -> None:
+    """Add an op's latencies to the results; what cannot be measured is noted."""
+    if device == "cuda":
+        with timer.lane():
+            for case in op.decode_cases:
+                _decode(op, case, device, impls, timer, results, device_name)
+    with timer.lane():
+        _host(op, device, timer, results, device_name)
+    timer.release()
+
+
+def _decode(
+    op: OpSpec, case: Case, device: str, impls: Sequence[str], timer: Timer, results: Results, device_name: str
+) -> None:
+    empty_us = timer.decode_latency(empty_kernel(device)).p50
+    tensors = make_inputs(op, case, device)
+    for name, peer in peers.implementations(op.name, case, device, impls).items():
+        head = _head(op, case, name, device_name)
+        if peer.call is None:
+            results.notes.append({**head, "pass": "decode", "note": peer.note})
+            continue
+        try:
+            with torch.no_grad():
+                found = timer.decode_latency(_call(peer.call, tensors, case))
+        except Exception as error:
+            results.notes.append({**head, "pass": "decode", "note": f"{type(error).__name__}: {error}"})
+            continue
+        measured = {f"{key}_us": us for key, us in dataclasses.asdict(found).items() if key != "graph"}
+        rows_per_s = case.size / case.shape[-1] / found.p50 * 1e6
+        row = {**head, **measured, "rows_per_s": rows_per_s, "empty_us": empty_us, "graph": found.graph}
+        results.decode.append(as_row(row, DECODE_FIELDS))
+
+
+def _host(op: OpSpec, device: str, timer: Timer, results: Results, device_name: str) -> None:
+    case = min(op.decode_cases or op.bench_cases, key=lambda case: case.size)
+    fused = peers.implementations(op.name, case, device, ("fused",))["fused"]
+    for name, peer in (("fused", fused), ("torch", peers.Peer(peers.bare_torch(op.name, case)))):
+        head = _head(op, case, name, device_name)
+        try:
+            if peer.call is None:
+                raise peers.CannotDo(peer.note)
+            row = {**head, **_host_times(op, case, device, peer.call, timer)}
+        except Exception as error:
+            results.notes.append({**head, "pass": "host", "note": f"{type(error).__name__}: {error}"})
+            continue
+        results.host.append(as_row(row, HOST_FIELDS))
+
+
+def _host_times(
+    op: OpSpec, case: Case, device: str, implementation: Callable[..., Any], timer: Timer
+) -> dict[str, float]:
+    calls = (HOST_CALLS, HOST_BATCHES) if timer.on_gpu else (20, 5)
+    with torch.no_grad():
+        bare = timer.call_time(_call(implementation, make_inputs(op, case, device), case), *calls)
+    with torch.enable_grad():
+        graph = timer.call_time(_call(implementation, make_inputs(op, case, device, grad=True), case), *calls)
+    return {"call_us": bare, "call_grad_us": graph}
+
+
+def _call(implementation: Callable[..., Any], tensors: dict[str, Any], case: Case) -> Callable[[], Any]:
+    return lambda: implementation(**tensors, **case.options)
+
+
+def _head(op: OpSpec, case: Case, impl: str, device: str) -> Row:
+    return {
+        "op": op.name,
+        "case": case.name,
+        "dtype": case.dtype,
+        "shape": list(case.shape),
+        "impl": impl,
+        "device": device,
+    }

@@ -1,0 +1,87 @@
+"""Pictures of rows: the roofline (share of a copy's speed) and decode latency. Knows rows and matplotlib, nothing else.
+
+roofline(rows, Path("roofline.png"), title="NVIDIA H200")
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from fuselm.bench.peers import NAMES
+from fuselm.bench.report import Row, shape_text, write_whole
+
+# One colour for each implementation, told apart by the colour-blind too (Okabe and Ito's palette).
+COLOURS = {"fused": "#0072B2", "torch": "#999999", "compile": "#E69F00", "liger": "#009E73", "quack": "#CC79A7"}
+
+
+def roofline(rows: Sequence[Row], path: Path, title: str) -> None:
+    """Share of copy speed for each shape and implementation: a panel for each op, pass and dtype."""
+    panels: dict[tuple[str, str, str], list[Row]] = {}
+    for row in rows:
+        panels.setdefault((row["op"], row["pass"], row["dtype"]), []).append(row)
+    figure, axes = _figure(len(panels))
+    for axis, ((op, which, dtype), members) in zip(axes, panels.items(), strict=False):
+        _bars(axis, members, lambda row: 100 * row["share_of_copy"])
+        axis.axhline(100, color="black", linewidth=0.8, linestyle="--")
+        axis.set_title(f"{op} {which}, {dtype}")
+        axis.set_ylabel("% of copy speed")
+    figure.suptitle(f"Share of the speed of a copy of the same bytes: {title}")
+    _save(figure, path)
+
+
+def decode(rows: Sequence[Row], path: Path, title: str) -> None:
+    """Median latency of small calls inside a CUDA graph, with the 99th percentile as a whisker: a panel for each op."""
+    panels: dict[str, list[Row]] = {}
+    for row in rows:
+        panels.setdefault(row["op"], []).append(row)
+    figure, axes = _figure(len(panels))
+    for axis, (op, members) in zip(axes, panels.items(), strict=False):
+        _bars(axis, members, lambda row: row["p50_us"], whisker=lambda row: max(row["p99_us"] - row["p50_us"], 0.0))
+        axis.axhline(members[0]["empty_us"], color="black", linewidth=0.8, linestyle="--")
+        axis.set_title(f"{op} {members[0]['dtype']}; dashed: an empty kernel")
+        axis.set_ylabel("µs per call, p50 (whisker: p99)")
+    figure.suptitle(f"Latency of small calls inside a CUDA graph: {title}")
+    _save(figure, path)
+
+
+def _figure(panels: int) -> tuple[Any, list[Any]]:
+    # The object interface with its own canvas: no pyplot, so no global state and no display is looked for.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    count = max(panels, 1)
+    figure = Figure(figsize=(11, 3.4 * count + 0.6), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure, [figure.add_subplot(count, 1, index + 1) for index in range(count)]
+
+
+def _bars(
+    axis: Any, rows: Sequence[Row], height: Callable[[Row], float], whisker: Callable[[Row], float] | None = None
+) -> None:
+    """Bars grouped by case and shape, one for each implementation that has a row there."""
+    groups = list(dict.fromkeys(_group(row) for row in rows))
+    present = [name for name in NAMES if any(row["impl"] == name for row in rows)]
+    width = 0.8 / max(len(present), 1)
+    for index, name in enumerate(present):
+        own = [row for row in rows if row["impl"] == name]
+        places = [groups.index(_group(row)) - 0.4 + width * (index + 0.5) for row in own]
+        spread = None if whisker is None else [[0.0] * len(own), [whisker(row) for row in own]]
+        heights = [height(row) for row in own]
+        axis.bar(places, heights, width, yerr=spread, label=name, color=COLOURS[name], error_kw={"linewidth": 0.8})
+    axis.set_xticks(range(len(groups)), groups, fontsize=7)
+    axis.set_xlim(-0.6, max(len(groups), 4) - 0.4)  # a lone group must not be as wide as the panel
+    axis.legend(fontsize=7, ncols=len(present), loc="lower right", bbox_to_anchor=(1, 1), frameon=False)
+
+
+def _group(row: Row) -> str:
+    return f"{row['case']}\n{shape_text(row['shape'])}"
+
+
+def _save(figure: Any, path: Path) -> None:
+    picture = io.BytesIO()
+    # No software version in the file: the same rows give the same bytes wherever the same matplotlib is.
+    figure.savefig(picture, format="png", dpi=110, metadata={"Software": None})
+    write_whole(path, picture.getvalue())

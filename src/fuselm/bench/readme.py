@@ -1,0 +1,114 @@
+"""Writes the roofline part of README.md, and gpu/roofline.png, from the record gpu/h200.json; nobody types a figure.
+
+Knows the record's rows and the two marks in the README, nothing else.
+
+    python -m fuselm.bench.readme            # write
+    python -m fuselm.bench.readme --check    # exit code 1 when the README says something else than the record
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fuselm.bench.peers import NAMES
+from fuselm.bench.report import Row, shape_text, write_whole
+
+BEGIN, END = "<!-- roofline:begin -->", "<!-- roofline:end -->"
+RECORD, PICTURE, README = Path("gpu/h200.json"), Path("gpu/roofline.png"), Path("README.md")
+TITLES = {"fused": "fuselm", "torch": "torch", "compile": "torch.compile", "liger": "Liger", "quack": "QuACK"}
+
+
+def block(record: Mapping[str, Any]) -> str:
+    """The text between the marks, marks included."""
+    present = [name for name in NAMES if any(row["impl"] == name for row in record["rows"])]
+    return "\n".join(
+        [
+            BEGIN,
+            f"Percent of the speed of a plain copy that moves the same bytes, {_machine(record)}. L2-cold medians; "
+            "the copy and every peer are measured in the same run; the best of a row is bold.",
+            "",
+            *_roofline(record["rows"], present),
+            "",
+            *_decode(record["decode"]),
+            f"![Share of copy speed for each shape and implementation]({PICTURE.as_posix()})",
+            END,
+        ]
+    )
+
+
+def replaced(readme: str, new: str) -> str:
+    """The README with its block exchanged."""
+    if readme.count(BEGIN) != 1 or readme.count(END) != 1 or readme.index(BEGIN) > readme.index(END):
+        raise ValueError(f"README.md must have {BEGIN} and, after it, {END}, once each. Put them where the table goes.")
+    head, tail = readme.partition(BEGIN)[0], readme.partition(END)[2]
+    return head + new + tail
+
+
+def _machine(record: Mapping[str, Any]) -> str:
+    versions = record["versions"]
+    parts = [f"torch {versions.get('torch', '?')}", f"CUDA {versions.get('cuda', '?')}"]
+    parts += [f"{TITLES[name]} {versions[name]}" for name in ("liger", "quack") if name in versions]
+    return f"{record['gpu']}, {', '.join(parts)}, {record['date']}"
+
+
+def _roofline(rows: Sequence[Row], impls: Sequence[str]) -> list[str]:
+    groups: dict[tuple[str, ...], dict[str, Row]] = {}
+    for row in rows:
+        key = (row["op"], row["pass"], row["case"], shape_text(row["shape"]), row["dtype"])
+        groups.setdefault(key, {})[row["impl"]] = row
+    lines = [
+        "| op | pass | case | shape | dtype | fuselm µs | " + " | ".join(TITLES[name] for name in impls) + " |",
+        "|---|---|---|---|---|" + "---:|" * (1 + len(impls)),
+    ]
+    for names, members in groups.items():
+        microseconds = f"{members['fused']['gpu_us']:.1f}" if "fused" in members else ""
+        lines.append(f"| {' | '.join(names)} | {microseconds} | {' | '.join(_shares(members, impls))} |")
+    return lines
+
+
+def _shares(members: Mapping[str, Row], impls: Sequence[str]) -> list[str]:
+    shares = {name: round(100 * row["share_of_copy"]) for name, row in members.items()}
+    best = max(shares.values())
+    return [(f"**{shares[n]}**" if shares[n] == best else str(shares[n])) if n in shares else "" for n in impls]
+
+
+def _decode(rows: Sequence[Row]) -> list[str]:
+    """One sentence for each decode shape: latency of a small call inside a CUDA graph."""
+    groups: dict[tuple[str, str], list[Row]] = {}
+    for row in rows:
+        groups.setdefault((row["op"], shape_text(row["shape"])), []).append(row)
+    lines = []
+    for (op, shape), members in groups.items():
+        times = ", ".join(f"{TITLES[row['impl']]} {row['p50_us']:.2f}" for row in members)
+        lines.append(f"- {op} {shape} in a CUDA graph, µs: {times}; an empty kernel {members[0]['empty_us']:.2f}.")
+    return [*lines, ""] if lines else []
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Write or check; run from the root of the repository."""
+    parser = argparse.ArgumentParser(prog="python -m fuselm.bench.readme", description=__doc__.partition("\n")[0])
+    parser.add_argument("--check", action="store_true", help="change nothing; say whether the README is up to date")
+    given = parser.parse_args(arguments)
+    for path in (RECORD, README):
+        if not path.exists():
+            sys.exit(f"readme: {path} is not here. Run this from the root of the repository, after `make gpu-check`.")
+    record, readme = json.loads(RECORD.read_text(encoding="utf-8")), README.read_text(encoding="utf-8")
+    try:
+        wanted = replaced(readme, block(record))
+    except ValueError as error:
+        sys.exit(f"readme: {error}")
+    if given.check:
+        sys.exit(0 if wanted == readme else "readme: README.md is behind the record: python -m fuselm.bench.readme")
+    from fuselm.bench import plots
+
+    write_whole(README, wanted)
+    plots.roofline(record["rows"], PICTURE, record["gpu"])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,127 @@
+// The JAX binding: an XLA FFI handler, symbol fuselm_<launcher>, for every launcher of fuselm.h.
+//
+// Knows XLA's FFI headers and no op. What a handler takes is read off its launcher's signature: buffers for the inputs
+// and outputs in order, and one attribute, `scalars`, an array of doubles with the scalars in order. An absent tensor is
+// a buffer of shape [0]: no tensor that is there can look like that and have work to do. Scratch memory is XLA's own.
+#include <array>
+#include <string>
+#include <tuple>
+#include <type_traits>
+#include <utility>
+
+#include "fuselm.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace {
+
+namespace ffi = xla::ffi;
+using fuselm::DType;
+using fuselm::Status;
+using fuselm::TensorView;
+
+DType dtype_of(ffi::DataType type) {
+  switch (type) {
+    case ffi::DataType::F32:
+      return DType::kFloat32;
+    case ffi::DataType::F16:
+      return DType::kFloat16;
+    case ffi::DataType::BF16:
+      return DType::kBFloat16;
+    default:
+      return DType::kUnsupported;
+  }
+}
+
+template <typename Parameter>
+Parameter view_of(ffi::AnyBuffer buffer) {
+  Parameter view;
+  const auto sizes = buffer.dimensions();
+  if (sizes.size() == 1 && sizes[0] == 0) return view;
+  view.data = buffer.untyped_data();
+  view.dtype = dtype_of(buffer.element_type());
+  view.rank = static_cast<int32_t>(sizes.size());
+  int64_t stride = 1;
+  for (int d = view.rank - 1; d >= 0; --d) {
+    if (d >= fuselm::kMaxRank) continue;
+    view.sizes[d] = sizes[d];
+    view.strides[d] = stride;
+    stride *= sizes[d] > 0 ? sizes[d] : 1;
+  }
+  return view;
+}
+
+// One call: hands out buffers and scalars in the order of the launcher's parameters.
+struct Call {
+  void* stream_handle;
+  ffi::ScratchAllocator& scratch;
+  ffi::RemainingArgs& arguments;
+  ffi::RemainingRets& results;
+  ffi::Span<const double> scalars;
+  int64_t (*workspace_bytes)(const TensorView&, fuselm::Stream);
+  size_t next_input = 0, next_output = 0, next_scalar = 0;
+  bool complete = true;
+
+  template <typename Parameter>
+  Parameter make() {
+    if constexpr (std::is_same_v<Parameter, fuselm::Input> || std::is_same_v<Parameter, fuselm::OptionalInput>) {
+      auto buffer = arguments.get<ffi::AnyBuffer>(next_input++);
+      complete &= buffer.has_value();
+      return buffer.has_value() ? view_of<Parameter>(*buffer) : Parameter{};
+    } else if constexpr (std::is_same_v<Parameter, fuselm::Stream>) {
+      return {stream_handle, -1};
+    } else if constexpr (std::is_same_v<Parameter, fuselm::Workspace>) {
+      return workspace();
+    } else if constexpr (std::is_arithmetic_v<Parameter>) {
+      complete &= next_scalar < scalars.size();
+      return complete ? static_cast<Parameter>(scalars[next_scalar++]) : Parameter{};
+    } else {
+      auto buffer = results.get<ffi::AnyBuffer>(next_output++);
+      complete &= buffer.has_value();
+      return buffer.has_value() ? view_of<Parameter>(**buffer) : Parameter{};
+    }
+  }
+
+  fuselm::Workspace workspace() {
+    const auto first = arguments.get<ffi::AnyBuffer>(0);
+    if (!first.has_value()) return {};
+    const int64_t bytes = workspace_bytes(view_of<TensorView>(*first), {stream_handle, -1});
+    if (bytes == 0) return {};
+    const auto memory = scratch.Allocate(static_cast<size_t>(bytes), 64);
+    complete &= memory.has_value();
+    return {memory.value_or(nullptr), bytes};
+  }
+};
+
+template <typename... Parameters>
+Status run(Call& call, Status (*launcher)(Parameters...)) {
+  // Braces fix the order: arguments are handed out from left to right.
+  std::tuple<std::decay_t<Parameters>...> made{call.make<std::decay_t<Parameters>>()...};
+  return call.complete ? std::apply(launcher, made) : Status::kBadWorkspace;
+}
+
+template <auto launcher, int64_t (*workspace_bytes)(const TensorView&, fuselm::Stream)>
+ffi::Error handle(void* stream, ffi::ScratchAllocator scratch, ffi::RemainingArgs arguments, ffi::RemainingRets results,
+                  ffi::Span<const double> scalars) {
+  Call call{stream, scratch, arguments, results, scalars, workspace_bytes};
+  const Status status = run(call, launcher);
+  if (status == Status::kOk) return ffi::Error::Success();
+  return ffi::Error::Internal("fuselm: a kernel was refused, status " + std::to_string(static_cast<int>(status)));
+}
+
+}  // namespace
+
+#define FUSELM_OP(name, workspace)                                                           \
+  extern "C" FUSELM_EXPORT XLA_FFI_Error* fuselm_##name(XLA_FFI_CallFrame* frame) {          \
+    static auto* handler = ffi::Ffi::Bind()                                                  \
+                               .Ctx<ffi::PlatformStream<void*>>()                            \
+                               .Ctx<ffi::ScratchAllocator>()                                 \
+                               .RemainingArgs()                                              \
+                               .RemainingRets()                                              \
+                               .Attr<ffi::Span<const double>>("scalars")                     \
+                               .To(handle<&fuselm::name, workspace>)                         \
+                               .release();                                                   \
+    return handler->Call(frame);                                                             \
+  }
+
+FUSELM_OP(rms_norm_forward, nullptr)
+FUSELM_OP(rms_norm_backward, fuselm::rms_norm_backward_workspace)

@@ -1,0 +1,222 @@
+// The PyTorch binding: registers every launcher of fuselm.h as the CUDA implementation of torch op fuselm::<launcher>.
+//
+// Knows libtorch's stable ABI and no op: one binary serves every torch >= 2.10 and every Python. Schemas, shapes and CPU
+// implementations are written in Python (torch_ops/). What an op takes and returns is read off its launcher's signature:
+// tensors and scalars in the order of the signature, then one integer, the mask of the outputs that are wanted (bit i is
+// output i). An output that is not wanted comes back undefined, which Python sees as None.
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/headeronly/core/ScalarType.h>
+#include <torch/headeronly/util/Exception.h>
+
+#include <optional>
+#include <string>
+#include <tuple>
+#include <type_traits>
+#include <utility>
+
+#include "fuselm.h"
+
+namespace {
+
+using fuselm::DType;
+using fuselm::Status;
+using fuselm::TensorView;
+using torch::headeronly::ScalarType;
+
+constexpr int kMaxTensors = 8;
+
+void check(AOTITorchError error) { STD_TORCH_CHECK(error == AOTI_TORCH_SUCCESS, "fuselm: a call into libtorch failed"); }
+
+// Owns a tensor for the length of a call, or until it is given to the caller.
+class Handle {
+ public:
+  Handle() = default;
+  explicit Handle(AtenTensorHandle handle) : handle_(handle) {}
+  Handle(Handle&& other) noexcept : handle_(std::exchange(other.handle_, nullptr)) {}
+  Handle& operator=(Handle&& other) noexcept {
+    std::swap(handle_, other.handle_);
+    return *this;
+  }
+  ~Handle() {
+    if (handle_ != nullptr) aoti_torch_delete_tensor_object(handle_);
+  }
+  AtenTensorHandle get() const { return handle_; }
+  AtenTensorHandle release() { return std::exchange(handle_, nullptr); }
+
+ private:
+  AtenTensorHandle handle_ = nullptr;
+};
+
+DType dtype_of(int32_t scalar_type) {
+  switch (static_cast<ScalarType>(scalar_type)) {
+    case ScalarType::Float:
+      return DType::kFloat32;
+    case ScalarType::Half:
+      return DType::kFloat16;
+    case ScalarType::BFloat16:
+      return DType::kBFloat16;
+    default:
+      return DType::kUnsupported;
+  }
+}
+
+int32_t scalar_type_of(DType dtype) {
+  if (dtype == DType::kFloat32) return static_cast<int32_t>(ScalarType::Float);
+  return static_cast<int32_t>(dtype == DType::kFloat16 ? ScalarType::Half : ScalarType::BFloat16);
+}
+
+// One call: takes its arguments off the stack in order and makes the outputs as the signature asks for them.
+class Call {
+ public:
+  Call(StableIValue* stack, uint64_t count, int64_t (*workspace_bytes)(const TensorView&, fuselm::Stream))
+      : stack_(stack), workspace_bytes_(workspace_bytes) {
+    wanted_ = torch::stable::detail::to<int64_t>(stack[count - 1]);
+  }
+
+  template <typename Parameter>
+  Parameter make() {
+    if constexpr (std::is_same_v<Parameter, fuselm::Input>) {
+      return input<fuselm::Input>(Handle(torch::stable::detail::to<AtenTensorHandle>(stack_[next_++])));
+    } else if constexpr (std::is_same_v<Parameter, fuselm::OptionalInput>) {
+      return optional_input();
+    } else if constexpr (std::is_same_v<Parameter, fuselm::Stream>) {
+      return stream();
+    } else if constexpr (std::is_same_v<Parameter, fuselm::Workspace>) {
+      return workspace();
+    } else if constexpr (std::is_arithmetic_v<Parameter>) {
+      return torch::stable::detail::to<Parameter>(stack_[next_++]);
+    } else {
+      return output(Parameter{});
+    }
+  }
+
+  bool one_device() const { return one_device_; }
+
+  void give_outputs() {
+    for (int i = 0; i < num_outputs_; ++i) {
+      AtenTensorHandle handle = outputs_[i].release();
+      if (handle == nullptr) check(aoti_torch_new_uninitialized_tensor(&handle));
+      stack_[i] = torch::stable::detail::from(handle);
+    }
+  }
+
+ private:
+  template <typename Parameter>
+  Parameter input(Handle handle) {
+    Parameter view;
+    int64_t rank = 0;
+    int32_t scalar_type = 0, device_type = 0, device = 0;
+    int64_t *sizes = nullptr, *strides = nullptr;
+    check(aoti_torch_get_dim(handle.get(), &rank));
+    check(aoti_torch_get_dtype(handle.get(), &scalar_type));
+    check(aoti_torch_get_device_type(handle.get(), &device_type));
+    check(aoti_torch_get_device_index(handle.get(), &device));
+    check(aoti_torch_get_sizes(handle.get(), &sizes));
+    check(aoti_torch_get_strides(handle.get(), &strides));
+    check(aoti_torch_get_data_ptr(handle.get(), &view.data));
+    view.dtype = dtype_of(scalar_type);
+    view.rank = static_cast<int32_t>(rank);
+    for (int d = 0; d < rank && d < fuselm::kMaxRank; ++d) view.sizes[d] = sizes[d], view.strides[d] = strides[d];
+    if (num_inputs_ == 0) device_ = device, device_type_ = device_type;
+    one_device_ &= device == device_ && device_type == device_type_;
+    inputs_[num_inputs_] = std::move(handle);
+    views_[num_inputs_++] = view;
+    return view;
+  }
+
+  fuselm::OptionalInput optional_input() {
+    auto tensor = torch::stable::detail::to<std::optional<AtenTensorHandle>>(stack_[next_++]);
+    if (tensor.has_value()) return input<fuselm::OptionalInput>(Handle(*tensor));
+    views_[num_inputs_++] = TensorView{};
+    return {};
+  }
+
+  template <int kInput>
+  fuselm::Like<kInput> output(fuselm::Like<kInput> view) {
+    const TensorView& like = views_[kInput];
+    return allocate(view, like.present(), like.rank, like.sizes, like.dtype);
+  }
+
+  template <int kInput>
+  fuselm::RowStat<kInput> output(fuselm::RowStat<kInput> view) {
+    const TensorView& like = views_[kInput];
+    return allocate(view, like.present(), like.rank > 0 ? like.rank - 1 : 0, like.sizes, DType::kFloat32);
+  }
+
+  template <typename Parameter>
+  Parameter allocate(Parameter view, bool present, int rank, const int64_t* sizes, DType dtype) {
+    const int index = num_outputs_++;
+    // What the launcher will refuse anyway is not worth memory, and may not have a shape that can be had.
+    if (!present || !(wanted_ >> index & 1) || rank > fuselm::kMaxRank || dtype == DType::kUnsupported) return view;
+    view.dtype = dtype;
+    view.rank = rank;
+    int64_t stride = 1;
+    for (int d = rank - 1; d >= 0; --d) {
+      view.sizes[d] = sizes[d];
+      view.strides[d] = stride;
+      stride *= sizes[d] > 0 ? sizes[d] : 1;
+    }
+    outputs_[index] = empty(rank, view.sizes, view.strides, scalar_type_of(dtype));
+    check(aoti_torch_get_data_ptr(outputs_[index].get(), &view.data));
+    return view;
+  }
+
+  Handle empty(int64_t rank, const int64_t* sizes, const int64_t* strides, int32_t scalar_type) const {
+    AtenTensorHandle handle = nullptr;
+    check(aoti_torch_empty_strided(rank, sizes, strides, scalar_type, device_type_, device_, &handle));
+    return Handle(handle);
+  }
+
+  // Given back to torch's allocator when the call returns: whatever takes it next runs later on the same stream.
+  fuselm::Workspace workspace() {
+    const int64_t bytes = workspace_bytes_(views_[0], stream()), stride = 1;
+    fuselm::Workspace space{nullptr, bytes};
+    if (bytes == 0) return space;
+    workspace_ = empty(1, &bytes, &stride, static_cast<int32_t>(ScalarType::Byte));
+    check(aoti_torch_get_data_ptr(workspace_.get(), &space.data));
+    return space;
+  }
+
+  fuselm::Stream stream() const {
+    fuselm::Stream stream;
+    stream.device = device_;
+    check(aoti_torch_get_current_cuda_stream(device_, &stream.handle));
+    return stream;
+  }
+
+  StableIValue* stack_;
+  int64_t (*workspace_bytes_)(const TensorView&, fuselm::Stream);
+  int64_t wanted_ = 0;
+  int next_ = 0, num_inputs_ = 0, num_outputs_ = 0;
+  int32_t device_ = -1, device_type_ = 0;
+  bool one_device_ = true;
+  Handle inputs_[kMaxTensors], outputs_[kMaxTensors], workspace_;
+  TensorView views_[kMaxTensors];
+};
+
+template <typename... Parameters>
+Status run(Call& call, Status (*launcher)(Parameters...)) {
+  // Braces fix the order: the arguments are taken from the stack from left to right.
+  std::tuple<std::decay_t<Parameters>...> arguments{call.make<std::decay_t<Parameters>>()...};
+  if (!call.one_device()) return Status::kBadDevice;
+  return std::apply(launcher, arguments);
+}
+
+template <auto launcher, int64_t (*workspace_bytes)(const TensorView&, fuselm::Stream)>
+void boxed(StableIValue* stack, uint64_t num_arguments, uint64_t) {
+  Call call(stack, num_arguments, workspace_bytes);
+  const Status status = run(call, launcher);
+  // Python's check() finds the words for a refusal; this one is read only when it finds nothing wrong.
+  STD_TORCH_CHECK(status == Status::kOk, "fuselm: a kernel was refused, status ", static_cast<int>(status));
+  call.give_outputs();
+}
+
+#define FUSELM_OP(name, workspace) m.impl(#name, boxed<&fuselm::name, workspace>)
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(fuselm, CUDA, m) {
+  FUSELM_OP(rms_norm_forward, nullptr);
+  FUSELM_OP(rms_norm_backward, fuselm::rms_norm_backward_workspace);
+}

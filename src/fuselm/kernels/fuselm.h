@@ -1,0 +1,67 @@
+// Every launcher of fuselm, declared once: what the bindings (bind_torch.cpp, bind_jax.cc) and the kernels agree on.
+//
+// Knows nothing of PyTorch, JAX or CUDA headers. A launcher's parameters say all a binding needs to know:
+//   Input / OptionalInput   a tensor that comes in
+//   double, int64_t, bool   a scalar
+//   Like<i>, RowStat<i>     a tensor that goes out, contiguous, with the shape it must be given; absent when input i is
+//                           absent, and whenever the caller does not want it
+//   Workspace, Stream       scratch memory of <op>_workspace() bytes, and where to run
+// so each binding derives its registration from the signature by one template. A launcher allocates nothing,
+// synchronises nothing, and refuses with a Status: the words for a refusal are written in Python, by the op's check().
+#pragma once
+#include <cstdint>
+
+namespace fuselm {
+
+#define FUSELM_EXPORT __attribute__((visibility("default")))
+
+constexpr int kMaxRank = 8;
+
+enum class DType : int32_t { kAbsent, kFloat32, kFloat16, kBFloat16, kUnsupported };
+
+enum class Status : int32_t { kOk, kBadDtype, kBadShape, kBadScalar, kBadDevice, kBadWorkspace, kCudaError };
+
+// A tensor without an owner. Strides are in elements and may be anything, 0 and negative included.
+struct TensorView {
+  void* data = nullptr;
+  DType dtype = DType::kAbsent;
+  int32_t rank = 0;
+  int64_t sizes[kMaxRank] = {};
+  int64_t strides[kMaxRank] = {};
+
+  bool present() const { return dtype != DType::kAbsent; }
+};
+
+struct Input : TensorView {};
+struct OptionalInput : TensorView {};
+
+// An output with the sizes and the dtype of input kInput.
+template <int kInput>
+struct Like : TensorView {};
+
+// A float32 output with one number per row of input kInput: its sizes without the last.
+template <int kInput>
+struct RowStat : TensorView {};
+
+struct Workspace {
+  void* data = nullptr;
+  int64_t bytes = 0;
+};
+
+// `device` is the CUDA ordinal the stream belongs to, or -1 for the current one.
+struct Stream {
+  void* handle = nullptr;
+  int32_t device = -1;
+};
+
+// rms_norm.cu; the mathematics and the contract are in rms_norm.py.
+FUSELM_EXPORT Status rms_norm_forward(const Input& x, const OptionalInput& weight, const OptionalInput& residual, double eps,
+                                      double offset, bool round_first, const Like<0>& y, const Like<2>& residual_out,
+                                      const RowStat<0>& rstd, Stream stream);
+FUSELM_EXPORT Status rms_norm_backward(const Input& dy, const Input& h, const Input& rstd, const OptionalInput& weight,
+                                       const OptionalInput& dresidual_out, double offset, const Like<0>& dx,
+                                       const Like<1>& dresidual, const Like<3>& dweight, Workspace workspace,
+                                       Stream stream);
+FUSELM_EXPORT int64_t rms_norm_backward_workspace(const TensorView& dy, Stream stream);
+
+}  // namespace fuselm

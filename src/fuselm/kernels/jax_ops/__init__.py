@@ -1,0 +1,85 @@
+"""What the JAX ops share: calling a launcher through XLA's FFI on CUDA and a jnp function everywhere else.
+
+Knows jax and build.py, no op and never torch. The library is built or loaded the first time a computation is lowered on
+a machine where JAX sees a CUDA device; where it cannot be, the jnp function takes its place, with a warning that says why.
+
+    y, rstd = call("rms_norm_forward", plain, (x, weight), results=(spec_y, spec_rstd), scalars=(eps, 0.0))
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fuselm.kernels import build
+from fuselm.kernels.spec import TensorInfo
+
+# An absent tensor, going in or coming out: the bindings know it by this shape.
+ABSENT = jax.ShapeDtypeStruct((0,), jnp.float32)
+
+
+def absent() -> jax.Array:
+    """The buffer that stands for no tensor."""
+    return jnp.zeros((0,), jnp.float32)
+
+
+def is_absent(array: Any) -> bool:
+    return array is None or array.shape == (0,)
+
+
+@functools.cache
+def native_library() -> ctypes.CDLL | None:
+    """The JAX binding, built when needed; None where there is no CUDA device or it cannot be built."""
+    if not any(device.platform == "gpu" for device in jax.devices()):
+        return None
+    try:
+        return ctypes.CDLL(str(build.library("jax")))
+    except (build.BuildError, OSError) as error:
+        warnings.warn(f"fuselm: JAX on CUDA takes the plain jnp path: {error}", RuntimeWarning, stacklevel=2)
+        return None
+
+
+@functools.cache
+def _registered(name: str) -> bool:
+    library = native_library()
+    if library is None:
+        return False
+    symbol = getattr(library, f"fuselm_{name}")
+    jax.ffi.register_ffi_target(f"fuselm_{name}", jax.ffi.pycapsule(symbol), platform="CUDA")
+    return True
+
+
+def call(
+    name: str,
+    plain: Callable[..., tuple[Any, ...]],
+    tensors: Sequence[Any],
+    results: Sequence[jax.ShapeDtypeStruct],
+    scalars: Sequence[float],
+) -> tuple[Any, ...]:
+    """Run launcher `name` on CUDA and `plain(*tensors)` elsewhere; None goes in and comes out as an absent buffer."""
+    given = tuple(absent() if t is None else t for t in tensors)
+    if not _registered(name):
+        return plain(*given)
+
+    def fused(*arrays: Any) -> tuple[Any, ...]:
+        out: tuple[Any, ...] = tuple(
+            jax.ffi.ffi_call(f"fuselm_{name}", list(results), vmap_method="sequential")(
+                *arrays, scalars=np.asarray(scalars, np.float64)
+            )
+        )
+        return out
+
+    chosen: tuple[Any, ...] = jax.lax.platform_dependent(*given, cuda=fused, default=plain)
+    return chosen
+
+
+def info(array: Any) -> TensorInfo | None:
+    """What an op's check() needs to know of an array. Where it lies is JAX's own business, and JAX says so itself."""
+    return None if array is None else TensorInfo(tuple(array.shape), str(array.dtype))

@@ -1,0 +1,137 @@
+"""The registry of ops: what each promises, so that tests and benchmarks can be written once for all of them.
+
+Knows numpy and no framework. An op is a module `kernels/<op>.py` beside `<op>.cu` that holds `SPEC`, an `OpSpec`; it is
+found by its file name, nobody lists it. The generic suite (tests/kernels/test_generic*.py) and `fuselm bench kernels`
+walk `ops()`: a new op gets its tests against the float64 oracle and its roofline rows from its `SPEC` alone.
+
+    for name, op in ops().items():
+        for case in op.cases: ...
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+
+DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+# Spacing of the numbers just above 1: the unit in which the tests allow one step of slack.
+DTYPE_EPS = {"float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
+
+
+class RefusedInput(ValueError):
+    """An op was called with something outside its contract; the message is the rule, what arrived, and the remedy."""
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """All that `check()` may look at: a tensor of any framework without its data."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    device: str = ""  # "" when the framework does not say, as inside a traced JAX function
+
+    def __str__(self) -> str:
+        return f"{self.dtype}{list(self.shape)}" + (f" on {self.device}" if self.device else "")
+
+
+@dataclass(frozen=True)
+class InputSpec:
+    """A tensor argument of a case: how to make it and whether it has a gradient."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    differentiable: bool = True
+    mean: float = 0.0
+    scale: float = 1.0
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call of an op: a main shape, a dtype, options, and how the main input lies in memory."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str = "float32"
+    options: Mapping[str, Any] = field(default_factory=dict)
+    # Which optional tensors are there, by dtype: {"weight": "float32"}.
+    tensors: Mapping[str, str] = field(default_factory=dict)
+    layout: str = "contiguous"  # contiguous | strided | offset | transposed: see tests/kernels/arrays.py
+    huge: bool = False  # more than 2^31 elements: a GPU, and only rows around the boundary are checked
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class BadCall:
+    """A call that must be refused; `says` are words the one message must contain, the same from every framework."""
+
+    name: str
+    tensors: Mapping[str, InputSpec]
+    options: Mapping[str, Any]
+    says: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Cost:
+    """The two floors of a call: the fewest bytes it can move and the operations it must do."""
+
+    bytes: int
+    flops: int
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """Error allowed against float64, as multiples of the error of torch's own kernel on the same input."""
+
+    rms: float = 1.05
+    max: float = 1.5
+    ulps: float = 1.0
+
+
+Arrays = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class OpSpec:
+    """One op. Functions that take `xp` work with numpy and with torch alike: float64 in, float64 out."""
+
+    name: str
+    inputs: Callable[[Case], dict[str, InputSpec]]
+    outputs: Callable[[Case], tuple[str, ...]]
+    oracle: Callable[[Any, Arrays, Mapping[str, Any]], Arrays]
+    oracle_backward: Callable[[Any, Arrays, Arrays, Mapping[str, Any]], Arrays]
+    cost: Callable[[Case, str], Cost]  # the pass: "forward" or "backward"
+    cases: tuple[Case, ...]
+    bench_cases: tuple[Case, ...]
+    decode_cases: tuple[Case, ...] = ()  # small shapes, for latency percentiles
+    bad_calls: tuple[BadCall, ...] = ()
+    tolerance: Tolerance = Tolerance()
+    # True when each row's result depends on that row alone: then it must not depend, to the bit, on the other rows.
+    row_wise: bool = True
+
+
+def op_names(folder: Path = HERE) -> list[str]:
+    """Every op of a kernels folder: a stem that has both a .cu and a .py."""
+    return sorted(cu.stem for cu in folder.glob("*.cu") if cu.with_suffix(".py").exists())
+
+
+def ops() -> dict[str, OpSpec]:
+    """All ops by name."""
+    found = {}
+    for name in op_names():
+        module = importlib.import_module(f"fuselm.kernels.{name}")
+        found[name] = module.SPEC
+    return found
+
+
+def refuse(rule: str, arrived: str, remedy: str) -> RefusedInput:
+    """The one shape of every refusal: what must hold, what came, what to do."""
+    return RefusedInput(f"{rule}; got {arrived}. {remedy}")

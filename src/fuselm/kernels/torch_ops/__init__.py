@@ -1,0 +1,103 @@
+"""What the torch ops share: registering a raw op, and loading the CUDA library behind it.
+
+Knows torch and build.py, no op and never JAX. A raw op has a schema, a plain implementation (torch ops only, right on
+any device) and a fake one (shapes), all registered here from Python; its CUDA implementation is C++ (bind_torch.cpp) and
+is loaded, or built, the first time a CUDA tensor arrives. Where it cannot be built the plain one takes its place, with a
+warning that says why.
+
+    register("rms_norm_forward(Tensor x, ...) -> Tensor", plain=..., fake=...)
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from fuselm.kernels import build
+from fuselm.kernels.spec import TensorInfo
+
+_LIBRARY = torch.library.Library("fuselm", "FRAGMENT")
+_PLAIN: dict[str, Callable[..., Any]] = {}
+_LOAD_LOCK = threading.Lock()
+# "" until a CUDA tensor has been seen; then "fused" or "plain".
+_cuda_state = ""
+
+
+def register(schema: str, plain: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+    """Define torch op fuselm::<name of the schema> and return the callable that dispatches it."""
+    name = schema.split("(")[0]
+    _LIBRARY.define(schema)
+    for key in ("CPU", "MPS", "XPU"):
+        _LIBRARY.impl(name, plain, key)
+    # Raw ops are not differentiated (autograd.Function does that above them): passing this key by saves its fallback.
+    _LIBRARY.impl(name, torch.library.fallthrough_kernel, "Autograd")
+
+    def fake_after_loading(*args: Any) -> Any:
+        # A compiled graph calls the raw op straight, so tracing is the last chance to load what it will need.
+        if args[0].device.type == "cuda":
+            load_cuda()
+        return fake(*args)
+
+    torch.library.register_fake(f"fuselm::{name}", fake_after_loading, lib=_LIBRARY)
+    _PLAIN[name] = plain
+    return getattr(torch.ops.fuselm, name).default
+
+
+def load_cuda() -> bool:
+    """Make CUDA tensors work, fused or plain; False if that was done before, so whatever failed will fail again."""
+    global _cuda_state
+    with _LOAD_LOCK:
+        if _cuda_state:
+            return False
+        _cuda_state = _load_or_fall_back()
+    return True
+
+
+def cuda_state() -> str:
+    """How CUDA tensors are served: "fused", "plain", or "" while none has been seen."""
+    return _cuda_state
+
+
+def _load_or_fall_back() -> str:
+    try:
+        torch.ops.load_library(str(build.library("torch")))
+        return "fused"
+    except (build.BuildError, OSError) as error:
+        if torch.cuda.is_available():
+            warnings.warn(f"fuselm: CUDA tensors take the plain torch path: {error}", RuntimeWarning, stacklevel=4)
+    for name, plain in _PLAIN.items():
+        _LIBRARY.impl(name, plain, "CUDA")
+    return "plain"
+
+
+def info(tensor: torch.Tensor | None) -> TensorInfo | None:
+    """What an op's check() needs to know of a tensor."""
+    if tensor is None:
+        return None
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return TensorInfo(tuple(tensor.shape), dtype, "" if tensor.device.type == "meta" else str(tensor.device))
+
+
+def refuse_second_gradient(op: str, gradients: list[Any], sources: list[Any]) -> list[Any]:
+    """Pass gradients on, tied to what they were made from: whoever differentiates them again gets a clear sentence."""
+    there = [g for g in gradients if g is not None]
+    tied = iter(_NoSecondGradient.apply(op, len(there), *there, *(s for s in sources if s is not None)))
+    return [None if g is None else next(tied) for g in gradients]
+
+
+class _NoSecondGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, op: str, count: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.op = op
+        return tuple(t.view_as(t) for t in tensors[:count])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        raise RuntimeError(
+            f"fuselm.ops.{ctx.op} has no second derivative, its backward being a kernel of its own; got a double backward. "
+            f"Use the plain formula, fuselm.kernels.torch_ops.{ctx.op}.{ctx.op}_reference, where you need one."
+        )

@@ -1,0 +1,78 @@
+"""Drop-in torch modules over fuselm.ops: swap `torch.nn.X` for `fuselm.nn.X` and keep the checkpoint.
+
+Knows torch and fuselm.ops, no kernel and no model. State dicts, arguments and error cases are torch's; what is added
+comes after torch's own arguments, by name.
+
+    norm = fuselm.nn.RMSNorm(4096, eps=1e-6)
+    y = norm(x)
+    y, residual = norm(x, residual)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fuselm import ops
+
+
+class RMSNorm(torch.nn.RMSNorm):
+    """torch.nn.RMSNorm on the fused kernel, with a residual, Gemma's offset and both cast modes.
+
+    With `offset` the weight starts at 1 - offset, so that a fresh module scales by 1 whatever the offset.
+    """
+
+    def __init__(
+        self,
+        normalized_shape: int | list[int] | torch.Size,
+        eps: float | None = None,
+        elementwise_affine: bool = True,
+        device: Any = None,
+        dtype: Any = None,
+        *,
+        offset: float = 0.0,
+        cast_mode: str = "gemma",
+    ) -> None:
+        self.offset = offset if elementwise_affine else 0.0
+        self.cast_mode = cast_mode
+        super().__init__(normalized_shape, eps, elementwise_affine, device, dtype)
+
+    def reset_parameters(self) -> None:
+        if self.elementwise_affine:
+            torch.nn.init.constant_(self.weight, 1.0 - self.offset)
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Any:
+        """Norm of x, or (norm of x + residual, x + residual)."""
+        if len(self.normalized_shape) == 1:
+            weight, shape = self.weight, None
+            if x.shape[-1:] != self.normalized_shape:
+                raise self._mismatch(x)
+        else:
+            shape = x.shape
+            x, weight, residual = self._flatten(x, residual)
+        out = ops.rms_norm(
+            x, weight, self.eps, residual=residual, offset=self.offset, cast_mode=self.cast_mode
+        )
+        if shape is None:
+            return out
+        return out.view(shape) if residual is None else tuple(t.view(shape) for t in out)
+
+    def _flatten(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Several normalised dimensions become one: the mean is over all of them."""
+        dims = len(self.normalized_shape)
+        if dims == 0 or x.shape[-dims:] != self.normalized_shape:
+            raise self._mismatch(x)
+        flat = None if residual is None else residual.flatten(-dims)
+        return x.flatten(-dims), None if self.weight is None else self.weight.flatten(), flat
+
+    def _mismatch(self, x: Tensor) -> RuntimeError:
+        return RuntimeError(
+            f"RMSNorm: x must end in the normalized shape {list(self.normalized_shape)}; got {list(x.shape)}. "
+            f"Reshape x, or build the module with the shape x has."
+        )
+
+    def extra_repr(self) -> str:
+        more = f", offset={self.offset}" if self.offset else ""
+        return super().extra_repr() + more + (", cast_mode='llama'" if self.cast_mode == "llama" else "")

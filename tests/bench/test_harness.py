@@ -1,0 +1,91 @@
+"""The timer: on a CPU against a pretended clock, so that every figure is known; on a GPU, that graphs are captured."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fuselm.bench import harness
+from fuselm.bench.harness import Timer
+
+
+class PretendedClock:
+    """A clock that only moves when a function under test says so; seconds, as time.perf_counter."""
+
+    def __init__(self) -> None:
+        self.now, self.calls = 0.0, 0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def function(self, *microseconds: float):
+        """A function that takes these times in turn, over and over."""
+
+        def fn() -> None:
+            self.now += microseconds[self.calls % len(microseconds)] * 1e-6
+            self.calls += 1
+
+        return fn
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> PretendedClock:
+    pretended = PretendedClock()
+    monkeypatch.setattr(harness.time, "perf_counter", pretended)
+    return pretended
+
+
+def test_device_time_on_a_cpu_is_the_median_of_the_clock(clock: PretendedClock) -> None:
+    timing = Timer("cpu").device_time(clock.function(100, 100, 100, 100, 1000))
+    assert timing.us == pytest.approx(100)
+    assert timing.p10 == pytest.approx(100)
+    assert timing.p90 == pytest.approx(1000)
+    assert not timing.graph
+
+
+def test_repeats_fill_the_time_budget_within_limits(clock: PretendedClock) -> None:
+    fast, slow = clock.function(1), clock.function(10_000_000)
+    Timer("cpu").device_time(fast)
+    assert clock.calls == 3 + 1 + harness.CPU_REPEATS[1]  # warm-up, probe, repeats
+    clock.calls = 0
+    Timer("cpu").device_time(slow)
+    assert clock.calls == 1 + 1 + harness.CPU_REPEATS[0]  # one slow call is warm-up enough
+
+
+def test_call_time_is_host_time_of_one_call(clock: PretendedClock) -> None:
+    assert Timer("cpu").call_time(clock.function(7), calls=10, batches=3) == pytest.approx(7)
+
+
+def test_copy_time_moves_the_bytes_asked_for_and_measures_each_size_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    timer, copied = Timer("cpu"), []
+
+    def noted(fn) -> harness.Timing:
+        copied.append(fn().nbytes)
+        return harness.Timing(1.0, 1.0, 1.0, False)
+
+    monkeypatch.setattr(timer, "device_time", noted)
+    for nbytes in (4096, 4096, 8192):
+        timer.copy_time(nbytes)
+    assert copied == [2048, 4096]  # read once and written once: twice these bytes in all
+
+
+def test_latency_percentiles_on_a_cpu(clock: PretendedClock) -> None:
+    found = Timer("cpu").decode_latency(clock.function(5))
+    assert (found.p50, found.p95, found.p99, found.sync_p50) == pytest.approx((5, 5, 5, 5))
+
+
+@pytest.mark.gpu
+def test_forward_and_backward_are_captured_into_graphs() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("torch sees no CUDA device")
+    timer = Timer("cuda")
+    with timer.lane():
+        x = torch.randn(64, 512, device="cuda", requires_grad=True)
+        y = torch.nn.functional.rms_norm(x, (512,))
+        cotangent = torch.ones_like(y)
+        backward = timer.device_time(lambda: torch.autograd.grad(y, x, cotangent, retain_graph=True))
+        with torch.no_grad():
+            forward = timer.device_time(lambda: torch.nn.functional.rms_norm(x, (512,)))
+    assert forward.graph
+    assert backward.graph
+    assert timer.decode_latency(harness.empty_kernel("cuda")).graph

@@ -1,0 +1,171 @@
+"""Rows: which cases are taken, what a row holds, how errors are judged, and that a failing peer ends nothing."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from fuselm.bench import accuracy, kernels, peers, report, tensors
+from fuselm.bench.kernels import Plan
+from fuselm.bench.report import Results
+from fuselm.kernels.spec import Case, ops
+
+PLAN = Plan(("rms_norm",), "cpu", ("fused", "torch"), quick=True, containing="residual 256x1024")
+
+
+@pytest.fixture(scope="module")
+def results() -> Results:
+    found = Results()
+    kernels.run(PLAN, found)
+    return found
+
+
+def test_each_pass_and_implementation_has_a_row(results: Results) -> None:
+    assert {(row["pass"], row["impl"]) for row in results.rows} == {
+        (which, impl) for which in ("forward", "backward") for impl in ("fused", "torch")
+    }
+    assert results.notes == []
+
+
+def test_rows_have_exactly_the_fields_of_the_schema(results: Results) -> None:
+    assert all(set(row) == set(report.ROW_FIELDS) for row in results.rows)
+    assert all(set(row) == set(report.HOST_FIELDS) for row in results.host)
+    assert {row["impl"] for row in results.host} == {"fused", "torch"}
+
+
+def test_row_figures_follow_from_one_another(results: Results) -> None:
+    case = Case("", (256, 1024), "bfloat16", {}, {"weight": "bfloat16", "residual": "bfloat16"})
+    for row in results.rows:
+        cost = ops()["rms_norm"].cost(case, row["pass"])
+        assert (row["bytes"], row["flops"], row["device"]) == (cost.bytes, cost.flops, "cpu")
+        assert row["share_of_copy"] == pytest.approx(row["copy_us"] / row["gpu_us"], rel=1e-3)
+        assert row["tbytes_per_s"] == pytest.approx(row["bytes"] / row["gpu_us"] / 1e6, rel=1e-3)
+        assert row["gpu_us_p10"] <= row["gpu_us"] <= row["gpu_us_p90"]
+
+
+def test_errors_are_those_of_bfloat16_and_torch_is_its_own_reference(results: Results) -> None:
+    for row in results.rows:
+        assert 0 < row["rms_error"] < 2**-7
+        if row["impl"] == "torch":
+            assert (row["max_error"], row["rms_error"]) == (row["reference_error"], row["reference_rms_error"])
+
+
+def test_csv_and_json_give_the_rows_back(results: Results) -> None:
+    written = list(csv.DictReader(io.StringIO(report.to_csv(results.rows, report.ROW_FIELDS))))
+    assert [row["shape"] for row in written] == ["256x1024"] * 4
+    assert [float(row["gpu_us"]) for row in written] == [row["gpu_us"] for row in results.rows]
+    assert json.loads(report.to_json({"gpu": None, **results.tables()}))["rows"] == results.rows
+
+
+def test_an_error_in_one_element_is_found() -> None:
+    case = Case("", (64, 32))
+    truth = {"y": torch.ones(64, 32, dtype=torch.float64)}
+    got = {"y": torch.ones(64, 32)}
+    assert accuracy.errors(case, got, truth) == accuracy.Errors(0.0, 0.0)
+    got["y"][-1, -1] = 3.0
+    assert accuracy.errors(case, got, truth).max == pytest.approx(2.0)
+    got["y"][0, 0] = math.nan
+    assert math.isnan(accuracy.errors(case, got, truth).max or 0.0)
+
+
+def test_large_cases_are_compared_at_rows_all_over_and_without_sums_over_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accuracy, "MAX_ELEMENTS", 8 * 32)
+    op, case = ops()["rms_norm"], Case("", (64, 32), "float32", {}, {"weight": "float32"})
+    inputs = tensors.make_inputs(op, case, "cpu")
+    cotangents = {"y": torch.ones(64, 32)}
+    truth = accuracy.backward_truth(op, case, inputs, cotangents)
+    whole = op.oracle_backward(torch, {k: v.double() for k, v in inputs.items()}, {"y": cotangents["y"].double()}, {})
+    assert set(truth) == {"x"}
+    assert torch.equal(truth["x"], whole["x"][::8])
+
+
+def test_a_peer_that_raises_becomes_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*args: object, **kwargs: object) -> None:
+        raise RuntimeError("no kernel for this\nand a long trace")
+
+    fine = peers.Peer(peers.reference("rms_norm"))
+    offered = {"fused": fine, "liger": peers.Peer(broken), "quack": peers.Peer(None, "not installed")}
+    monkeypatch.setattr(kernels.peers, "implementations", lambda *arguments: offered)
+    found = Results()
+    kernels.run(PLAN, found)
+    assert {row["impl"] for row in found.rows} == {"fused"}
+    notes = {(note["impl"], note["pass"]): note["note"] for note in found.notes}
+    assert notes[("liger", "forward")] == notes[("liger", "backward")] == "RuntimeError: no kernel for this"
+    assert notes[("quack", "")] == "not installed"
+
+
+def test_wrong_numbers_become_a_note_and_no_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = peers.reference("rms_norm")
+    offered = {"liger": peers.Peer(lambda **given: tuple(part * math.nan for part in plain(**given)))}
+    monkeypatch.setattr(kernels.peers, "implementations", lambda *arguments: {**offered, "fused": peers.Peer(plain)})
+    found = Results()
+    kernels.run(PLAN, found)
+    assert {row["impl"] for row in found.rows} == {"fused"}
+    assert "NaN" in found.notes[0]["note"]
+
+
+def test_a_used_up_budget_is_noted_case_by_case() -> None:
+    found = Results()
+    kernels.run(replace(PLAN, seconds=-1.0), found)
+    assert found.rows == []
+    assert [note["note"] for note in found.notes] == ["skipped: the time budget was used up"]
+
+
+def test_quick_takes_one_case_of_each_kind() -> None:
+    op = ops()["rms_norm"]
+    quick, full = Plan(("rms_norm",), "cuda", quick=True).cases(op), Plan(("rms_norm",), "cuda").cases(op)
+    assert full == list(op.bench_cases)
+    assert [(case.name, case.dtype) for case in quick] == list(dict.fromkeys((case.name, case.dtype) for case in full))
+
+
+def test_a_cpu_gets_fewer_rows_of_the_same_width() -> None:
+    op = ops()["rms_norm"]
+    for case in Plan(("rms_norm",), "cpu").cases(op):
+        assert case.size <= kernels.CPU_ELEMENTS
+        assert case.shape[-1] in {full.shape[-1] for full in op.bench_cases}
+
+
+@pytest.mark.parametrize("name", ["liger", "quack"])
+def test_gpu_peers_say_why_they_are_not_there_on_a_cpu(name: str) -> None:
+    peer = peers.implementations("rms_norm", Case("", (4, 8)), "cpu", (name,))[name]
+    assert peer.call is None
+    assert "GPU" in peer.note
+
+
+def test_a_peer_that_is_not_installed_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(name: str) -> None:
+        raise ModuleNotFoundError(f"No module named {name!r}")
+
+    monkeypatch.setattr(peers.importlib, "import_module", absent)
+    found = peers.implementations("rms_norm", Case("", (4, 8)), "cuda", ("liger", "quack"))
+    assert [peer.call for peer in found.values()] == [None, None]
+    assert "liger_kernel" in found["liger"].note
+
+
+def test_liger_is_not_asked_for_a_residual_of_another_dtype() -> None:
+    case = Case("", (4, 8), "bfloat16", {}, {"weight": "bfloat16", "residual": "float32"})
+    assert "residual in x's dtype" in peers.implementations("rms_norm", case, "cuda", ("liger",))["liger"].note
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "strided", "columns", "offset", "transposed"])
+def test_layouts_hold_the_same_values(layout: str) -> None:
+    values = torch.arange(120.0).reshape(2, 3, 4, 5)
+    laid_out = tensors.lay_out(values, layout, "cpu")
+    assert torch.equal(laid_out, values)
+    assert (laid_out.is_contiguous() and laid_out.storage_offset() == 0) == (layout == "contiguous")
+
+
+def test_inputs_are_the_same_each_time_and_leaves_where_asked() -> None:
+    op, case = ops()["rms_norm"], Case("", (3, 8), "bfloat16", {}, {"weight": "float32"})
+    first, second = tensors.make_inputs(op, case, "cpu"), tensors.make_inputs(op, case, "cpu", grad=True)
+    assert torch.equal(first["x"], second["x"])
+    assert (first["weight"].dtype, first["weight"].shape) == (torch.float32, (8,))
+    assert second["x"].is_leaf
+    assert second["x"].requires_grad
+    assert not first["x"].requires_grad

@@ -1,0 +1,35 @@
+"""Every script in examples/ runs to its end, on whatever this machine has."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+SCRIPTS = sorted((ROOT / "examples").glob("*.py"))
+
+
+def run(script: Path) -> str:
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
+    command = [sys.executable, "-W", "error::RuntimeWarning", str(script)]
+    finished = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert finished.returncode == 0, finished.stderr[-3000:]
+    return finished.stdout
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
+def test_example_runs(script: Path) -> None:
+    assert run(script).strip()
+
+
+def test_rms_norm_example_finds_no_difference_that_matters() -> None:
+    lines = run(ROOT / "examples" / "rms_norm.py").splitlines()
+    differences = [float(line.split()[-1]) for line in lines if "max difference" in line]
+    assert len(differences) == 3
+    assert max(differences) < 1e-3  # dweight sums 512 rows: about 20, so 1e-3 is a few hundred ulp
+    assert any("to the bit, True" in line for line in lines)
+    assert any(line.startswith("what ran: ") for line in lines)
