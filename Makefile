@@ -36,7 +36,7 @@ bench: $(STAMP) ## Benchmark the kernels in full on this machine
 # Installs nothing: it runs with the interpreter it is given, since a GPU machine brings its own CUDA build of torch.
 gpu-check: ## On a GPU: PART=tests|sanitizer|bench (all in turn when empty), OPS="op op" (all when empty)
 	@set -e; for part in $(or $(PART),tests sanitizer bench); do \
-	  echo "gpu-check: $$part"; PYTHONPATH=src $(PYTHON) -m fuselm.bench.record --part $$part --ops "$(OPS)"; done
+	  echo "gpu-check: $$part"; PYTHONPATH=src:$$PYTHONPATH $(PYTHON) -m fuselm.bench.record --part $$part --ops "$(OPS)"; done
 
 clean: ## Remove the environment, caches and runs
 	rm -rf $(VENV) runs .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -21,7 +21,8 @@ from fuselm import ops
 class RMSNorm(torch.nn.RMSNorm):
     """torch.nn.RMSNorm on the fused kernel, with a residual, Gemma's offset and both cast modes.
 
-    With `offset` the weight starts at 1 - offset, so that a fresh module scales by 1 whatever the offset.
+    With `offset` the weight starts at 1 - offset, so that a fresh module scales by 1 whatever the offset. fp32,
+    fp16 and bf16; for fp64 use torch's own.
     """
 
     def __init__(
@@ -45,27 +46,19 @@ class RMSNorm(torch.nn.RMSNorm):
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Any:
         """Norm of x, or (norm of x + residual, x + residual)."""
-        if len(self.normalized_shape) == 1:
-            weight, shape = self.weight, None
-            if x.shape[-1:] != self.normalized_shape:
-                raise self._mismatch(x)
-        else:
-            shape = x.shape
-            x, weight, residual = self._flatten(x, residual)
-        out = ops.rms_norm(
-            x, weight, self.eps, residual=residual, offset=self.offset, cast_mode=self.cast_mode
-        )
-        if shape is None:
-            return out
-        return out.view(shape) if residual is None else tuple(t.view(shape) for t in out)
-
-    def _flatten(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Several normalised dimensions become one: the mean is over all of them."""
         dims = len(self.normalized_shape)
         if dims == 0 or x.shape[-dims:] != self.normalized_shape:
             raise self._mismatch(x)
+        if dims == 1:
+            return self._norm(x, self.weight, residual)
+        # Several normalised dimensions become one: the mean is over all of them.
+        weight = None if self.weight is None else self.weight.flatten()
         flat = None if residual is None else residual.flatten(-dims)
-        return x.flatten(-dims), None if self.weight is None else self.weight.flatten(), flat
+        out = self._norm(x.flatten(-dims), weight, flat)
+        return out.view(x.shape) if residual is None else tuple(t.view(x.shape) for t in out)
+
+    def _norm(self, x: Tensor, weight: Tensor | None, residual: Tensor | None) -> Any:
+        return ops.rms_norm(x, weight, self.eps, residual=residual, offset=self.offset, cast_mode=self.cast_mode)
 
     def _mismatch(self, x: Tensor) -> RuntimeError:
         return RuntimeError(

@@ -1,5 +1,7 @@
 """The ops for PyTorch: `fuselm.ops.<op>`, each found in kernels/torch_ops/<op>.py the first time it is asked for.
 
+Use:
+
     from fuselm import ops
     y = ops.rms_norm(x, weight, eps=1e-6)
 """
@@ -12,7 +14,7 @@ from typing import Any
 
 from fuselm.kernels.spec import op_names
 
-__all__ = op_names()  # noqa: PLE0605
+__all__ = op_names()
 
 
 def __getattr__(name: str) -> Callable[..., Any]:

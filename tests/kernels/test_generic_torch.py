@@ -216,7 +216,9 @@ def test_repeats_are_equal_to_the_bit(op_name: str, case: Case, device: str) -> 
     def once() -> list[torch.Tensor]:
         outputs = forward(op_of(op_name), problem, inputs)
         gradients = backward(outputs, cotangents, inputs)
-        return [t.detach().contiguous().view(torch.uint8) for t in (*outputs.values(), *gradients.values()) if t.dim()]
+        return [
+            t.detach().contiguous().view(torch.uint8) for t in (*outputs.values(), *gradients.values()) if t.numel()
+        ]
 
     first = once()
     different = torch.zeros((), dtype=torch.bool, device=device)

@@ -1,8 +1,9 @@
 // The JAX binding: an XLA FFI handler, symbol fuselm_<launcher>, for every launcher of fuselm.h.
 //
 // Knows XLA's FFI headers and no op. What a handler takes is read off its launcher's signature: buffers for the inputs
-// and outputs in order, and one attribute, `scalars`, an array of doubles with the scalars in order. An absent tensor is
-// a buffer of shape [0]: no tensor that is there can look like that and have work to do. Scratch memory is XLA's own.
+// and outputs in order, and one attribute, `scalars`, an array of doubles with the scalars in order. An absent tensor
+// is a buffer of shape [0]: no tensor that is there can look like that and have work to do. Scratch memory is one more
+// result, of as many bytes as fuselm_<launcher>_workspace says. (XLA's own scratch allocator refused to serve.)
 #include <array>
 #include <string>
 #include <tuple>
@@ -53,11 +54,9 @@ Parameter view_of(ffi::AnyBuffer buffer) {
 // One call: hands out buffers and scalars in the order of the launcher's parameters.
 struct Call {
   void* stream_handle;
-  ffi::ScratchAllocator& scratch;
   ffi::RemainingArgs& arguments;
   ffi::RemainingRets& results;
   ffi::Span<const double> scalars;
-  int64_t (*workspace_bytes)(const TensorView&, fuselm::Stream);
   size_t next_input = 0, next_output = 0, next_scalar = 0;
   bool complete = true;
 
@@ -82,13 +81,9 @@ struct Call {
   }
 
   fuselm::Workspace workspace() {
-    const auto first = arguments.get<ffi::AnyBuffer>(0);
-    if (!first.has_value()) return {};
-    const int64_t bytes = workspace_bytes(view_of<TensorView>(*first), {stream_handle, -1});
-    if (bytes == 0) return {};
-    const auto memory = scratch.Allocate(static_cast<size_t>(bytes), 64);
-    complete &= memory.has_value();
-    return {memory.value_or(nullptr), bytes};
+    auto buffer = results.get<ffi::AnyBuffer>(next_output++);
+    if (!buffer.has_value()) return {};  // none was wanted
+    return {(**buffer).untyped_data(), static_cast<int64_t>((**buffer).size_bytes())};
   }
 };
 
@@ -99,28 +94,38 @@ Status run(Call& call, Status (*launcher)(Parameters...)) {
   return call.complete ? std::apply(launcher, made) : Status::kBadWorkspace;
 }
 
-template <auto launcher, int64_t (*workspace_bytes)(const TensorView&, fuselm::Stream)>
-ffi::Error handle(void* stream, ffi::ScratchAllocator scratch, ffi::RemainingArgs arguments, ffi::RemainingRets results,
+template <auto launcher>
+ffi::Error handle(void* stream, ffi::RemainingArgs arguments, ffi::RemainingRets results,
                   ffi::Span<const double> scalars) {
-  Call call{stream, scratch, arguments, results, scalars, workspace_bytes};
+  Call call{stream, arguments, results, scalars};
   const Status status = run(call, launcher);
   if (status == Status::kOk) return ffi::Error::Success();
   return ffi::Error::Internal("fuselm: a kernel was refused, status " + std::to_string(static_cast<int>(status)));
 }
 
+// Bytes of scratch for a first input of these sizes, on the current device.
+int64_t workspace_of(int64_t (*bytes)(const TensorView&, fuselm::Stream), int32_t rank, const int64_t* sizes) {
+  TensorView first;
+  first.rank = rank;
+  for (int d = 0; d < rank && d < fuselm::kMaxRank; ++d) first.sizes[d] = sizes[d];
+  return bytes == nullptr ? 0 : bytes(first, {});
+}
+
 }  // namespace
 
-#define FUSELM_OP(name, workspace)                                                           \
-  extern "C" FUSELM_EXPORT XLA_FFI_Error* fuselm_##name(XLA_FFI_CallFrame* frame) {          \
-    static auto* handler = ffi::Ffi::Bind()                                                  \
-                               .Ctx<ffi::PlatformStream<void*>>()                            \
-                               .Ctx<ffi::ScratchAllocator>()                                 \
-                               .RemainingArgs()                                              \
-                               .RemainingRets()                                              \
-                               .Attr<ffi::Span<const double>>("scalars")                     \
-                               .To(handle<&fuselm::name, workspace>)                         \
-                               .release();                                                   \
-    return handler->Call(frame);                                                             \
+#define FUSELM_OP(name, workspace)                                                                 \
+  extern "C" FUSELM_EXPORT XLA_FFI_Error* fuselm_##name(XLA_FFI_CallFrame* frame) {                \
+    static auto* handler = ffi::Ffi::Bind()                                                        \
+                               .Ctx<ffi::PlatformStream<void*>>()                                  \
+                               .RemainingArgs()                                                    \
+                               .RemainingRets()                                                    \
+                               .Attr<ffi::Span<const double>>("scalars")                           \
+                               .To(handle<&fuselm::name>)                                          \
+                               .release();                                                         \
+    return handler->Call(frame);                                                                   \
+  }                                                                                                \
+  extern "C" FUSELM_EXPORT int64_t fuselm_##name##_workspace(int32_t rank, const int64_t* sizes) { \
+    return workspace_of(workspace, rank, sizes);                                                   \
   }
 
 FUSELM_OP(rms_norm_forward, nullptr)

@@ -1,9 +1,9 @@
 // The PyTorch binding: registers every launcher of fuselm.h as the CUDA implementation of torch op fuselm::<launcher>.
 //
-// Knows libtorch's stable ABI and no op: one binary serves every torch >= 2.10 and every Python. Schemas, shapes and CPU
-// implementations are written in Python (torch_ops/). What an op takes and returns is read off its launcher's signature:
-// tensors and scalars in the order of the signature, then one integer, the mask of the outputs that are wanted (bit i is
-// output i). An output that is not wanted comes back undefined, which Python sees as None.
+// Knows libtorch's stable ABI and no op: one binary serves every torch >= 2.10 and every Python. Schemas, shapes and
+// CPU implementations are written in Python (torch_ops/). What an op takes and returns is read off its launcher's
+// signature: tensors and scalars in the order of the signature, then one integer, the mask of the outputs that are
+// wanted (bit i is output i). An output that is not wanted comes back undefined, which Python sees as None.
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/library.h>
 #include <torch/headeronly/core/ScalarType.h>
@@ -26,7 +26,9 @@ using torch::headeronly::ScalarType;
 
 constexpr int kMaxTensors = 8;
 
-void check(AOTITorchError error) { STD_TORCH_CHECK(error == AOTI_TORCH_SUCCESS, "fuselm: a call into libtorch failed"); }
+void check(AOTITorchError error) {
+  STD_TORCH_CHECK(error == AOTI_TORCH_SUCCESS, "fuselm: a call into libtorch failed");
+}
 
 // Owns a tensor for the length of a call, or until it is given to the caller.
 class Handle {

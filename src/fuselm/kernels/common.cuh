@@ -1,9 +1,6 @@
-// What every kernel shares: 16-byte vectors, rows of any strides, reductions over the lanes of a row, device facts.
+// What every kernel shares: numbers and 16-byte vectors, memory, reductions over the lanes of a row, the device.
 //
-// Knows nothing of any op. The house's picture of a row: it is cut into vectors of 16 bytes of the main dtype (8 of
-// bf16, 4 of fp32); `lanes` threads own a row, and lane l owns vectors l, l + lanes, l + 2 * lanes, ... so a warp's
-// load is one contiguous run. Which elements a thread owns depends on the width alone, never on strides or alignment:
-// a row's sum is taken in the same order however the row is stored.
+// Knows nothing of any op, and nothing of rows: those are in rows.cuh.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -157,11 +154,10 @@ __device__ inline void wait_for_bytes(uint64_t* barrier) {
   const uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(barrier));
   uint32_t done = 0;
   while (!done) {
-    asm volatile(
-        "{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], 0; selp.u32 %0, 1, 0, p; }"
-        : "=r"(done)
-        : "r"(address)
-        : "memory");
+    asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], 0; selp.u32 %0, 1, 0, p; }"
+                 : "=r"(done)
+                 : "r"(address)
+                 : "memory");
   }
 #endif
 }
@@ -177,178 +173,6 @@ __device__ inline void wait_for_previous_kernel() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
-}
-
-// ---- rows of any strides -------------------------------------------------------------------------------------------
-
-// Division of a row number below 2^31 by a constant, as a multiplication (Granlund and Montgomery 1994).
-struct Divisor {
-  uint32_t value = 1, multiplier = 1, shift = 0;
-
-  Divisor() = default;
-  explicit Divisor(uint32_t d) : value(d > 0 ? d : 1) {  // a dimension of size 0 has no row to ask about
-    while ((uint64_t{1} << shift) < value) ++shift;
-    multiplier = static_cast<uint32_t>((uint64_t{1} << 32) * ((uint64_t{1} << shift) - value) / value + 1);
-  }
-  __device__ uint32_t divide(uint32_t n) const { return (__umulhi(multiplier, n) + n) >> shift; }
-};
-
-constexpr int kFastDims = 3;
-
-// A tensor as rows: all dimensions but the last make the row number; neighbours that share a stride are folded into one
-// on the host. Strides are in bytes. Passed to kernels by value.
-struct Rows {
-  char* data = nullptr;
-  DType dtype = DType::kAbsent;
-  bool vectors = true;  // whole, aligned vectors and row() may be called; if not: any_row(), element by element
-  int32_t outer = 1;    // row dimensions left after folding
-  int64_t column_stride = 1;  // in elements
-  int64_t sizes[kMaxRank - 1] = {};
-  int64_t strides[kMaxRank - 1] = {};
-  Divisor divisors[kFastDims];
-
-  __host__ __device__ bool present() const { return dtype != DType::kAbsent; }
-
-  __device__ char* row(int64_t index) const {
-    if (outer == 1) return data + index * strides[0];
-    char* at = data;
-    uint32_t rest = static_cast<uint32_t>(index);
-#pragma unroll
-    for (int d = kFastDims - 1; d > 0; --d) {
-      if (d < outer) {
-        const uint32_t quotient = divisors[d].divide(rest);
-        at += static_cast<int64_t>(rest - quotient * divisors[d].value) * strides[d];
-        rest = quotient;
-      }
-    }
-    return at + rest * strides[0];
-  }
-
-  __device__ char* any_row(int64_t index) const {
-    if (outer == 1) return data + index * strides[0];
-    char* at = data;
-#pragma unroll 1
-    for (int d = outer - 1; d >= 0; --d) {
-      at += index % sizes[d] * strides[d];
-      index /= sizes[d];
-    }
-    return at;
-  }
-};
-
-inline void fold_dimensions(const TensorView& view, Rows& rows) {
-  int used = 0;
-  for (int d = 0; d < view.rank - 1; ++d) {
-    if (view.sizes[d] == 1) continue;
-    const int64_t stride = view.strides[d] * element_bytes(view.dtype);
-    if (used > 0 && rows.strides[used - 1] == view.sizes[d] * stride) {
-      rows.sizes[used - 1] *= view.sizes[d];
-      rows.strides[used - 1] = stride;
-    } else {
-      rows.sizes[used] = view.sizes[d];
-      rows.strides[used++] = stride;
-    }
-  }
-  rows.outer = used > 0 ? used : 1;
-}
-
-// `width` is the last size and `vec` the elements of a vector: 16 bytes of the op's main dtype, which need not be
-// this tensor's own.
-inline Rows make_rows(const TensorView& view, int64_t width, int vec) {
-  Rows rows;
-  rows.data = static_cast<char*>(view.data);
-  rows.dtype = view.dtype;
-  if (!view.present()) return rows;
-  fold_dimensions(view, rows);
-  rows.column_stride = view.rank > 0 && width > 1 ? view.strides[view.rank - 1] : 1;
-  int64_t count = 1;
-  rows.vectors = rows.column_stride == 1 && width % vec == 0 && reinterpret_cast<uintptr_t>(view.data) % 16 == 0;
-  for (int d = 0; d < rows.outer; ++d) {
-    rows.vectors &= rows.strides[d] % 16 == 0;
-    count *= rows.sizes[d] > 0 ? rows.sizes[d] : 1;
-  }
-  if (rows.outer > 1) rows.vectors &= rows.outer <= kFastDims && count < (int64_t{1} << 31);
-  for (int d = 0; rows.vectors && rows.outer > 1 && d < rows.outer; ++d) {
-    rows.divisors[d] = Divisor(static_cast<uint32_t>(rows.sizes[d]));
-  }
-  return rows;
-}
-
-__device__ inline float element(const char* row, DType dtype, int64_t index) {
-  if (dtype == DType::kFloat32) return reinterpret_cast<const float*>(row)[index];
-  return dtype == DType::kBFloat16 ? to_float(reinterpret_cast<const bf16*>(row)[index])
-                                   : to_float(reinterpret_cast<const fp16*>(row)[index]);
-}
-
-__device__ inline void set_element(char* row, DType dtype, int64_t index, float value) {
-  if (dtype == DType::kFloat32) {
-    reinterpret_cast<float*>(row)[index] = value;
-  } else if (dtype == DType::kBFloat16) {
-    reinterpret_cast<bf16*>(row)[index] = from_float<bf16>(value);
-  } else {
-    reinterpret_cast<fp16*>(row)[index] = from_float<fp16>(value);
-  }
-}
-
-// N numbers of type T from or to aligned memory, in pieces of 16 bytes (8 where there is no more).
-template <typename T, int N>
-__device__ inline void load_floats(const void* from, float (&out)[N]) {
-  if constexpr (N * sizeof(T) == 8) {
-    union {
-      uint2 raw;
-      T value[N];
-    } pack = {*static_cast<const uint2*>(from)};
-#pragma unroll
-    for (int i = 0; i < N; ++i) out[i] = to_float(pack.value[i]);
-  } else {
-#pragma unroll
-    for (int piece = 0; piece < N / kVec<T>; ++piece) {
-      float part[kVec<T>];
-      unpack<T>(static_cast<const uint4*>(from)[piece], part);
-#pragma unroll
-      for (int i = 0; i < kVec<T>; ++i) out[piece * kVec<T> + i] = part[i];
-    }
-  }
-}
-
-template <typename T, int N>
-__device__ inline void store_floats(void* to, const float (&in)[N]) {
-  static_assert(N * sizeof(T) >= 16, "whole vectors only");
-#pragma unroll
-  for (int piece = 0; piece < N / kVec<T>; ++piece) {
-    float part[kVec<T>];
-#pragma unroll
-    for (int i = 0; i < kVec<T>; ++i) part[i] = in[piece * kVec<T> + i];
-    store_vector(static_cast<uint4*>(to) + piece, packed<T>(part));
-  }
-}
-
-// Vector number `index` of a small tensor whose dtype is known only at run time, a weight: the branch is the same for all
-// threads, and a template over every mix of dtypes would triple the kernels. By the read-only path: the compiler may ask
-// for the next one before the stores of this one.
-template <int N>
-__device__ inline void load_constant(const char* from, DType dtype, int64_t index, float (&out)[N]) {
-  const char* at = from + index * N * element_bytes(dtype);
-  if constexpr (N == 8) {
-    const uint4 low = __ldg(reinterpret_cast<const uint4*>(at));
-    if (dtype == DType::kFloat32) {
-      const uint4 both[2] = {low, __ldg(reinterpret_cast<const uint4*>(at) + 1)};
-      load_floats<float>(both, out);
-    } else if (dtype == DType::kBFloat16) {
-      unpack<bf16>(low, out);
-    } else {
-      unpack<fp16>(low, out);
-    }
-  } else if (dtype == DType::kFloat32) {
-    unpack<float>(__ldg(reinterpret_cast<const uint4*>(at)), out);
-  } else {
-    const uint2 raw = __ldg(reinterpret_cast<const uint2*>(at));
-    if (dtype == DType::kBFloat16) {
-      load_floats<bf16>(&raw, out);
-    } else {
-      load_floats<fp16>(&raw, out);
-    }
-  }
 }
 
 // ---- reductions ----------------------------------------------------------------------------------------------------
@@ -441,22 +265,29 @@ bool allow_shared(Kernel kernel, int device, int64_t bytes, std::atomic<int64_t>
   return true;
 }
 
+// Launches a kernel. With `programmatic` (sm_90 and later) it may start while the kernel before it ends: such a kernel
+// must call wait_for_previous_kernel() before it touches memory.
+template <typename... Parameters, typename... Arguments>
+Status launch(void (*kernel)(Parameters...), dim3 grid, int threads, int64_t shared, bool programmatic,
+              cudaStream_t stream, const Arguments&... arguments) {
+  cudaLaunchAttribute attribute = {};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = grid;
+  config.blockDim = dim3(static_cast<unsigned>(threads));
+  config.dynamicSmemBytes = static_cast<size_t>(shared);
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = programmatic ? 1 : 0;
+  const cudaError_t error = cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...);
+  return error == cudaSuccess ? Status::kOk : Status::kCudaError;
+}
+
 template <typename F>
 Status with_dtype(DType dtype, F&& f) {
   if (dtype == DType::kFloat32) return f(float{});
   return dtype == DType::kFloat16 ? f(fp16{}) : f(bf16{});
-}
-
-inline bool same_sizes(const TensorView& a, const TensorView& b) {
-  bool same = a.rank == b.rank;
-  for (int d = 0; same && d < a.rank; ++d) same = a.sizes[d] == b.sizes[d];
-  return same;
-}
-
-inline int64_t count_rows(const TensorView& x) {
-  int64_t rows = 1;
-  for (int d = 0; d < x.rank - 1; ++d) rows *= x.sizes[d];
-  return rows;
 }
 
 inline cudaStream_t cuda_stream(const Stream& stream) { return static_cast<cudaStream_t>(stream.handle); }

@@ -55,9 +55,9 @@ struct Stream {
 };
 
 // rms_norm.cu; the mathematics and the contract are in rms_norm.py.
-FUSELM_EXPORT Status rms_norm_forward(const Input& x, const OptionalInput& weight, const OptionalInput& residual, double eps,
-                                      double offset, bool round_first, const Like<0>& y, const Like<2>& residual_out,
-                                      const RowStat<0>& rstd, Stream stream);
+FUSELM_EXPORT Status rms_norm_forward(const Input& x, const OptionalInput& weight, const OptionalInput& residual,
+                                      double eps, double offset, bool round_first, const Like<0>& y,
+                                      const Like<2>& residual_out, const RowStat<0>& rstd, Stream stream);
 FUSELM_EXPORT Status rms_norm_backward(const Input& dy, const Input& h, const Input& rstd, const OptionalInput& weight,
                                        const OptionalInput& dresidual_out, double offset, const Like<0>& dx,
                                        const Like<1>& dresidual, const Like<3>& dweight, Workspace workspace,

@@ -5,47 +5,28 @@
 // registers over all rows a block sees; each block leaves one partial row, and a second kernel adds the partial rows
 // in a fixed order. No atomics: results are bitwise repeatable, and a row's result does not depend on the other rows.
 //
-// Threads. `kLanes` threads own a row and hold kVecs vectors of 16 bytes each; narrow rows share a block. The
-// configuration follows from the width alone. Rows too wide for a configuration take the *_wide kernels, rows that are
-// not whole aligned vectors (odd widths, odd strides, expanded tensors) the *_any kernels: slower, same order of sums.
+// Threads. `kLanes` threads own a row, up to kVecs vectors of 16 bytes each; narrow rows share a block. How many lanes,
+// and so the order of a row's sum, follows from the width alone. Rows too wide for a configuration take the *_wide
+// kernels, rows that are not whole aligned vectors (odd widths, odd strides, expanded tensors) the *_any kernels:
+// slower, same order of sums.
 #include <cmath>
-#include <type_traits>
 
-#include "common.cuh"
+#include "rows.cuh"
 
 namespace fuselm {
 namespace {
 
-template <int lanes, int vecs, int threads, int blocks, bool early = false>
-struct Config {
-  static constexpr int kLanes = lanes;      // threads that own a row
-  static constexpr int kVecs = vecs;        // vectors of the row each of them holds
-  static constexpr int kThreads = threads;  // threads of a block
-  static constexpr int kBlocks = blocks;    // blocks wanted on a multiprocessor: what the compiler may spend registers by
-  static constexpr bool kEarly = early;     // forward: ask for the weight while x is still on its way
-  static constexpr int kGroups = threads / lanes;
-};
-
-template <typename... Configs>
-struct ConfigList {
-  // Calls f with the first configuration that holds `vectors`; false if none does.
-  template <typename F>
-  static bool pick(int64_t vectors, F&& f) {
-    return ((vectors <= Configs::kLanes * Configs::kVecs && (f(Configs{}), true)) || ...);
-  }
-};
-
 // ---- forward -------------------------------------------------------------------------------------------------------
 
-// Rows that wait in registers: those of up to three vectors a lane, and those of a few rows, where what counts is how
-// soon the first row is done.
+// Rows that wait in registers: the narrow ones, and any where there are few rows and what counts is how soon the first
+// is done. Measured on an H200, docs/log.md.
 using NarrowConfigs = ConfigList<Config<8, 1, 128, 1, true>, Config<16, 1, 128, 1, true>, Config<32, 1, 128, 1, true>,
-                                 Config<32, 2, 128, 1, true>, Config<32, 3, 128, 1, true>>;
-using FewRowsConfigs = ConfigList<Config<64, 2, 64, 1, true>, Config<128, 2, 128, 1, true>, Config<256, 2, 256, 1, true>>;
+                                 Config<32, 2, 128, 1, true>, Config<32, 3, 128, 1, true>, Config<64, 2, 64, 1>>;
+using FewRowsConfigs = ConfigList<Config<64, 4, 64, 1, true>, Config<128, 4, 128, 1, true>>;
 
 // Rows that wait in shared memory. Lanes as in FewRowsConfigs, so that a row's sum has the same bits in both.
-using StagedConfigs = ConfigList<Config<64, 2, 256, 8>, Config<128, 2, 256, 8>, Config<256, 2, 256, 8>,
-                                 Config<256, 4, 256, 6>, Config<512, 4, 512, 3>, Config<1024, 4, 1024, 2>>;
+using StagedConfigs = ConfigList<Config<64, 4, 64, 24>, Config<128, 4, 128, 12>, Config<256, 4, 256, 6>,
+                                 Config<512, 4, 512, 3>, Config<1024, 4, 1024, 2>>;
 using WideConfig = Config<1024, 0, 1024, 1>;  // no limit: what does not fit into shared memory is read twice
 
 struct ForwardArgs {
@@ -61,74 +42,12 @@ struct ForwardArgs {
   DType weight_dtype;
   bool round_first;  // llama: the normalised value is rounded to x's dtype before it meets the weight
   bool one_stride;
+  bool chained;  // launched programmatically
   Rows x_rows, residual_rows, weight_rows;
 
   __device__ const char* x_row(int64_t row) const { return one_stride ? x + row * x_stride : x_rows.row(row); }
   __device__ const char* residual_row(int64_t row) const {
     return one_stride ? residual + row * residual_stride : residual_rows.row(row);
-  }
-};
-
-// How a vector waits for its row's sum: as it came, or in fp32 when the residual is fp32 and x is not.
-template <typename X>
-struct PackedVector {
-  uint4 raw;
-  __device__ void get(float (&out)[kVec<X>]) const { unpack<X>(raw, out); }
-  __device__ void set(const float (&in)[kVec<X>]) { raw = packed<X>(in); }
-};
-
-template <typename X>
-struct FloatVector {
-  float value[kVec<X>];
-  __device__ void get(float (&out)[kVec<X>]) const {
-#pragma unroll
-    for (int i = 0; i < kVec<X>; ++i) out[i] = value[i];
-  }
-  __device__ void set(const float (&in)[kVec<X>]) {
-#pragma unroll
-    for (int i = 0; i < kVec<X>; ++i) value[i] = in[i];
-  }
-};
-
-template <typename X, typename H>
-using Held = std::conditional_t<std::is_same_v<X, H>, PackedVector<X>, FloatVector<X>>;
-
-// A vector of x and, where there is one, of the residual, asked for and not yet looked at.
-template <typename X, typename H, bool kResidual>
-struct Loaded {
-  static constexpr int kPieces = sizeof(H) / sizeof(X);
-  uint4 x;
-  uint4 residual[kResidual ? kPieces : 1];
-
-  __device__ void load(const char* x_at, const char* residual_at) {
-    x = load_streaming(x_at);
-    if constexpr (kResidual) {
-#pragma unroll
-      for (int p = 0; p < kPieces; ++p) residual[p] = load_streaming(residual_at + p * 16);
-    }
-  }
-
-  // Past the row's end: zeros, which add nothing to the sum of squares.
-  __device__ void clear() {
-    x = make_uint4(0, 0, 0, 0);
-#pragma unroll
-    for (auto& piece : residual) piece = make_uint4(0, 0, 0, 0);
-  }
-
-  // h, rounded as the residual is: what is normalised is exactly what is returned, so backward can start from it.
-  __device__ Held<X, H> sum() const {
-    Held<X, H> held;
-    if constexpr (!kResidual) {
-      held.raw = x;
-    } else {
-      float h[kVec<X>], r[kVec<X>];
-      unpack<X>(x, h);
-      load_floats<H>(residual, r);
-#pragma unroll
-      for (int i = 0; i < kVec<X>; ++i) h[i] += r[i];
-      held.set(h);
-    }
-    return held;
   }
 };
 
@@ -152,19 +71,6 @@ __device__ inline float normalised(float h, float rstd, bool round_first) {
   return round_first ? rounded<X>(h * rstd) : h * rstd;
 }
 
-// offset + weight for one vector of columns; 1 where there is no weight.
-template <int N>
-__device__ inline void load_weight(const char* weight, DType dtype, float offset, int64_t index, float (&out)[N]) {
-  if (weight != nullptr) {
-    load_constant(weight, dtype, index, out);
-#pragma unroll
-    for (int i = 0; i < N; ++i) out[i] += offset;
-  } else {
-#pragma unroll
-    for (int i = 0; i < N; ++i) out[i] = 1.0f;
-  }
-}
-
 template <typename X, typename H>
 __device__ inline void scale_and_store(const ForwardArgs& a, char* y_row, int64_t index, const Held<X, H>& held,
                                        float rstd, const float (&weight)[kVec<X>]) {
@@ -184,6 +90,12 @@ template <typename X, typename H, bool kResidual, typename C>
 __global__ void __launch_bounds__(C::kThreads, C::kBlocks)
     rms_norm_forward_kernel(const __grid_constant__ ForwardArgs a) {
   constexpr int kH = kVec<X> * sizeof(H);  // bytes of a vector of h
+  // In a chain of small kernels starting one takes as long as running it: let the next start now, then wait for the
+  // last.
+  if (a.chained) {
+    allow_next_kernel();
+    wait_for_previous_kernel();
+  }
   __shared__ float scratch[C::kThreads / kWarp];
   const int group = threadIdx.x / C::kLanes;
   const int lane = threadIdx.x % C::kLanes;
@@ -295,13 +207,14 @@ struct Stage {
 };
 
 // Rows wait in shared memory, so that all of a row is under way at once and registers are left for many blocks. With
-// WideConfig, what is past `staged` vectors is read as it is needed, twice, the second time from L2 if it is still there.
+// WideConfig, what is past `staged` vectors is read as it is needed, twice, the second time from L2 if it is still
+// there.
 template <typename X, typename H, bool kResidual, typename C>
 __global__ void __launch_bounds__(C::kThreads, C::kBlocks)
     rms_norm_forward_staged_kernel(const __grid_constant__ ForwardArgs a, int staged) {
   constexpr int kH = kVec<X> * sizeof(H);
   constexpr bool kWhole = C::kVecs > 0;
-  extern __shared__ uint4 row_bytes[];
+  extern __shared__ __align__(128) uint4 row_bytes[];  // the copy engine is a tenth slower at multiples of 16 alone
   __shared__ uint64_t barrier;
   __shared__ float scratch[C::kThreads / kWarp];
   const Stage<X, H, kResidual, C> stage{reinterpret_cast<char*>(row_bytes), staged};
@@ -358,17 +271,6 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocks)
     scale_and_store<X, H>(a, y_row, at, held, rstd, weight);
   }
 }
-
-__device__ inline float round_to(DType dtype, float v) {
-  if (dtype == DType::kFloat32) return v;
-  return dtype == DType::kBFloat16 ? rounded<bf16>(v) : rounded<fp16>(v);
-}
-
-__device__ inline float element_of_weight(const Rows& weight, float offset, int64_t column) {
-  return weight.present() ? element(weight.data, weight.dtype, column * weight.column_stride) + offset : 1.0f;
-}
-
-__host__ __device__ constexpr int any_threads(int lanes) { return lanes < 128 ? 128 : lanes; }
 
 // Any strides, any alignment, any mix of dtypes: elements one by one, each by the lane that would own it as part of a
 // vector and in the same order, so that a row's sum has the same bits here and in the kernels above.
@@ -437,26 +339,27 @@ bool launch_forward_staged(const ForwardArgs& a, int device, cudaStream_t stream
 }
 
 template <typename X, typename H, bool kResidual>
-Status launch_forward_vectors(const ForwardArgs& a, int device, cudaStream_t stream) {
+Status launch_forward_vectors(ForwardArgs& a, int device, cudaStream_t stream) {
   const int64_t count = a.width / kVec<X>;
+  const DeviceFacts& facts = device_facts(device);
+  const bool few = a.rows <= 2 * facts.multiprocessors;
+  a.chained = few && facts.capability >= 90;
+  Status status = Status::kOk;
   auto held = [&](auto config) {
     using C = decltype(config);
-    const unsigned blocks = static_cast<unsigned>(divide_up(a.rows, C::kGroups));
-    rms_norm_forward_kernel<X, H, kResidual, C><<<blocks, C::kThreads, 0, stream>>>(a);
+    const dim3 grid(static_cast<unsigned>(divide_up(a.rows, C::kGroups)));
+    status = launch(rms_norm_forward_kernel<X, H, kResidual, C>, grid, C::kThreads, 0, a.chained, stream, a);
   };
-  if (NarrowConfigs::pick(count, held)) return launch_status();
-  const bool few = a.rows <= 2 * device_facts(device).multiprocessors;
-  if (few && FewRowsConfigs::pick(count, held)) return launch_status();
+  if (NarrowConfigs::pick(count, held) || (few && FewRowsConfigs::pick(count, held))) return status;
   bool done = false;
-  StagedConfigs::pick(count, [&](auto config) {
-    done = launch_forward_staged<X, H, kResidual, decltype(config)>(a, device, stream);
-  });
+  StagedConfigs::pick(
+      count, [&](auto config) { done = launch_forward_staged<X, H, kResidual, decltype(config)>(a, device, stream); });
   if (!done) done = launch_forward_staged<X, H, kResidual, WideConfig>(a, device, stream);
   return done ? launch_status() : Status::kCudaError;
 }
 
 template <typename X>
-Status launch_forward(const ForwardArgs& a, int device, cudaStream_t stream) {
+Status launch_forward(ForwardArgs& a, int device, cudaStream_t stream) {
   const DType residual = a.residual_rows.dtype;
   if (a.x_rows.vectors && a.weight_rows.vectors && a.residual_rows.vectors) {
     if (residual == DType::kAbsent) return launch_forward_vectors<X, X, false>(a, device, stream);
@@ -471,15 +374,14 @@ Status launch_forward(const ForwardArgs& a, int device, cudaStream_t stream) {
 
 // ---- backward ------------------------------------------------------------------------------------------------------
 
-// Sixteen columns a thread keep dw and the weight in 32 registers; where a row is one warp's it may be 32, since that
-// saves the barrier.
+// Sixteen columns a thread keep dw and the weight in 32 registers. Measured on an H200, docs/log.md.
 using BackwardConfigs16 =
     ConfigList<Config<8, 1, 256, 4>, Config<16, 1, 256, 4>, Config<32, 1, 256, 4>, Config<32, 2, 256, 2>,
-               Config<32, 3, 256, 2>, Config<64, 2, 256, 2>, Config<128, 2, 256, 2>, Config<256, 2, 256, 2>,
+               Config<32, 3, 128, 4>, Config<128, 1, 512, 2>, Config<128, 2, 128, 4>, Config<256, 2, 256, 2>,
                Config<512, 2, 512, 1>, Config<512, 4, 512, 1>>;
 using BackwardConfigs32 =
     ConfigList<Config<8, 1, 256, 4>, Config<16, 1, 256, 4>, Config<32, 1, 256, 4>, Config<32, 2, 256, 2>,
-               Config<32, 4, 256, 2>, Config<64, 4, 256, 2>, Config<128, 4, 256, 2>, Config<256, 4, 256, 2>,
+               Config<32, 4, 128, 4>, Config<128, 2, 128, 4>, Config<256, 2, 256, 2>, Config<512, 2, 512, 1>,
                Config<512, 4, 512, 1>, Config<512, 8, 512, 1>>;
 template <typename X>
 using BackwardConfigs = std::conditional_t<sizeof(X) == 4, BackwardConfigs32, BackwardConfigs16>;
@@ -501,7 +403,8 @@ struct BackwardArgs {
   int64_t rows;
   int64_t width;
   float offset;
-  int stages;  // rows a thread has under way in shared memory
+  int stages;       // rows a thread has under way in shared memory
+  bool one_stride;  // of each tensor, from row to row
 };
 
 // The part of a row one thread has in shared memory: its vectors of dy, of h and of the sum's gradient, for each stage.
@@ -513,7 +416,9 @@ struct Ring {
   static constexpr int kH = kN * sizeof(H);
   static constexpr int kSlots = C::kThreads * C::kVecs;
 
-  __device__ static int bytes(const BackwardArgs& a) { return kSlots * (16 + kH + (a.dresidual_out.present() ? kH : 0)); }
+  __device__ static int bytes(const BackwardArgs& a) {
+    return kSlots * (16 + kH + (a.dresidual_out.present() ? kH : 0));
+  }
   __device__ static char* dy(char* stage, int v) { return stage + (v * C::kThreads + threadIdx.x) * 16; }
   __device__ static char* h(char* stage, int v) { return stage + kSlots * 16 + (v * C::kThreads + threadIdx.x) * kH; }
   __device__ static char* r(char* stage, int v) { return h(stage, v) + kSlots * kH; }
@@ -612,6 +517,16 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocks)
     for (int i = 0; i < N; ++i) dw[v][i] = 0.0f;
   }
 
+  // Where this thread's next copies come from and its results go. With one stride they move by a constant from round to
+  // round; at a width of 1024 working them out anew each time took a tenth of all instructions.
+  const char* dy_at = a.dy.row(first + a.stages * step);
+  const char* h_at = a.h.row(first + a.stages * step);
+  const char* r_at = a.dresidual_out.row(first + a.stages * step);
+  const int64_t dy_step = a.dy.strides[0] * step, h_step = a.h.strides[0] * step;
+  const int64_t r_step = a.dresidual_out.strides[0] * step;
+  int64_t element = first * a.width + lane * N;
+  const int64_t element_step = step * a.width;
+
   float next_rstd = first < a.rows ? a.rstd[first] : 0.0f;
   int stage = 0, parity = 0;
   // The bound is the block's, not the row's: every thread of the block makes the same number of rounds.
@@ -643,9 +558,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocks)
     const float slope = dot / static_cast<float>(a.width) * rstd * rstd * rstd;
 
     // Once a thread has read a slot for the last time, the row `stages` rounds ahead may come into it.
-    const int64_t ahead = row + a.stages * step;
-    const int next = ahead < a.rows ? count : 0;
-    const char *dy_row = a.dy.row(ahead), *h_row = a.h.row(ahead), *r_row = a.dresidual_out.row(ahead);
+    const int next = row + a.stages * step < a.rows ? count : 0;
 #pragma unroll
     for (int v = 0; v < C::kVecs; ++v) {
       const int at = lane + v * C::kLanes;
@@ -658,12 +571,19 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocks)
         load_floats<H>(Slots::r(slots, v), h);
         add(h, dx);
       }
-      if (at < next) Slots::fetch(a, dy_row, h_row, r_row, at, slots, v);
-      const int64_t element = row * a.width + at * N;
-      store_floats<X>(a.dx + element * static_cast<int64_t>(sizeof(X)), dx);
-      if (a.dresidual != nullptr) store_floats<H>(a.dresidual + element * static_cast<int64_t>(sizeof(H)), dx);
+      if (at < next) Slots::fetch(a, dy_at, h_at, r_at, at, slots, v);
+      const int64_t out = element + v * C::kLanes * N;
+      store_floats<X>(a.dx + out * static_cast<int64_t>(sizeof(X)), dx);
+      if (a.dresidual != nullptr) store_floats<H>(a.dresidual + out * static_cast<int64_t>(sizeof(H)), dx);
     }
     copy_async_commit();
+    element += element_step;
+    if (a.one_stride) {
+      dy_at += dy_step, h_at += h_step, r_at += r_step;
+    } else {
+      const int64_t ahead = row + (a.stages + 1) * step;
+      dy_at = a.dy.row(ahead), h_at = a.h.row(ahead), r_at = a.dresidual_out.row(ahead);
+    }
     stage = stage + 1 == a.stages ? 0 : stage + 1;
     parity ^= 1;
   }
@@ -672,34 +592,9 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocks)
   if (a.partial != nullptr) store_partial<X, C>(a, group, lane, reinterpret_cast<float*>(ring_bytes), dw);
 }
 
-// Adds the partial rows: a block takes kColumns columns, 1024 / kColumns threads share the rows of each.
-template <int kColumns>
-__global__ void __launch_bounds__(1024) rms_norm_finalise_kernel(const float* partial, int64_t partial_rows,
-                                                                 int64_t partial_stride, int64_t width, char* dweight,
-                                                                 DType dtype) {
-  constexpr int kShares = 1024 / kColumns;
-  __shared__ float sums[1024];
-  const int share = threadIdx.x / kColumns;
-  const int64_t column = static_cast<int64_t>(blockIdx.x) * kColumns + threadIdx.x % kColumns;
-  wait_for_previous_kernel();
-  float sum = 0.0f;
-  if (column < width) {
-#pragma unroll 8
-    for (int64_t r = share; r < partial_rows; r += kShares) sum += partial[r * partial_stride + column];
-  }
-  sums[threadIdx.x] = sum;
-#pragma unroll
-  for (int half = kShares / 2; half > 0; half /= 2) {
-    __syncthreads();
-    if (share < half) sums[threadIdx.x] += sums[threadIdx.x + half * kColumns];
-  }
-  if (share == 0 && column < width) set_element(dweight, dtype, column, sums[threadIdx.x]);
-}
-
 // dx of a row that no configuration holds: one block, one row, read twice.
 template <typename X, typename H>
-__global__ void __launch_bounds__(kWideThreads)
-    rms_norm_backward_wide_kernel(const __grid_constant__ BackwardArgs a) {
+__global__ void __launch_bounds__(kWideThreads) rms_norm_backward_wide_kernel(const __grid_constant__ BackwardArgs a) {
   constexpr int N = kVec<X>;
   constexpr int kH = N * sizeof(H);
   __shared__ float scratch[kWideThreads / kWarp];
@@ -778,7 +673,8 @@ __global__ void __launch_bounds__(any_threads(kLanes))
   float dot = 0.0f;
   for (int64_t first = lane * kVec<X>; first < width; first += kLanes * kVec<X>) {
     for (int64_t c = first; c < first + kVec<X> && c < width; ++c) {
-      const float g = element(dy_row, kDType<X>, c * a.dy.column_stride) * element_of_weight(a.weight_rows, a.offset, c);
+      const float g =
+          element(dy_row, kDType<X>, c * a.dy.column_stride) * element_of_weight(a.weight_rows, a.offset, c);
       dot = fmaf(g, element(h_row, a.h.dtype, c * a.h.column_stride), dot);
     }
   }
@@ -810,18 +706,6 @@ __global__ void __launch_bounds__(kWideColumnThreads)
   a.partial[blockIdx.y * a.partial_stride + column] = dw;
 }
 
-// How many blocks share the rows. Multiprocessors are not equally fast (those of a large cluster share its way to
-// memory), so a block per place leaves the fast ones idle at the end: more, smaller blocks even that out, as long as each
-// still has rows enough to fill its ring and to pay for its partial row.
-constexpr int kMostShares = 4;
-constexpr int kRowsOfABlock = 16;
-
-int64_t blocks_of_backward(int64_t rows, int blocks, int groups, const DeviceFacts& facts) {
-  const int64_t places = static_cast<int64_t>(facts.multiprocessors) * blocks;
-  const int64_t shares = at_most(rows / (places * groups * kRowsOfABlock), kMostShares);
-  return places * (shares > 1 ? shares : 1);
-}
-
 // dx and dw together; says through `partial_rows` how many partial rows it leaves, and false when this device's shared
 // memory does not hold one row.
 template <typename X, typename H, typename C>
@@ -830,11 +714,12 @@ bool launch_backward_ring(BackwardArgs a, const DeviceFacts& facts, int device, 
   static std::atomic<int64_t> allowed[kMaxDevices];
   constexpr int64_t kH = kVec<X> * sizeof(H);
   const int64_t stage = C::kThreads * C::kVecs * (16 + kH + (a.dresidual_out.present() ? kH : 0));
-  const int64_t room = (facts.shared_bytes + 1024) / C::kBlocks - 2048;  // each block pays 1 KiB to the system, and scratch
+  const int64_t room =
+      (facts.shared_bytes + 1024) / C::kBlocks - 2048;  // each block pays 1 KiB to the system, and scratch
   a.stages = static_cast<int>(at_most(room / stage, kMaxStages));
   const auto kernel = rms_norm_backward_kernel<X, H, C>;
   if (a.stages == 0 || !allow_shared(kernel, device, a.stages * stage, allowed)) return false;
-  partial_rows = at_most(divide_up(a.rows, C::kGroups), blocks_of_backward(a.rows, C::kBlocks, C::kGroups, facts));
+  partial_rows = at_most(divide_up(a.rows, C::kGroups), static_cast<int64_t>(facts.multiprocessors) * C::kBlocks);
   kernel<<<static_cast<unsigned>(partial_rows), C::kThreads, static_cast<size_t>(a.stages * stage), stream>>>(a);
   return true;
 }
@@ -874,9 +759,8 @@ Status launch_backward(const BackwardArgs& a, const DeviceFacts& facts, int devi
   if (vectors && a.h.dtype == DType::kFloat32) {
     return launch_backward_vectors<X, float>(a, facts, device, stream, partial_rows);
   }
-  const bool held = BackwardConfigs<X>::pick(divide_up(a.width, kVec<X>), [&](auto config) {
-    launch_backward_any<X, decltype(config)::kLanes>(a, stream);
-  });
+  const bool held = BackwardConfigs<X>::pick(
+      divide_up(a.width, kVec<X>), [&](auto config) { launch_backward_any<X, decltype(config)::kLanes>(a, stream); });
   if (!held) launch_backward_any<X, kWideThreads>(a, stream);
   if (a.partial != nullptr) {
     const dim3 grid = weight_grid(a, a.width, partial_rows);
@@ -885,36 +769,9 @@ Status launch_backward(const BackwardArgs& a, const DeviceFacts& facts, int devi
   return launch_status();
 }
 
-// With programmatic launch the 2 us of starting this kernel pass while the main pass ends.
-template <int kColumns>
-Status launch_finalise(const BackwardArgs& a, int64_t partial_rows, const TensorView& dweight, bool programmatic,
-                       cudaStream_t stream) {
-  cudaLaunchAttribute attribute = {};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(static_cast<unsigned>(divide_up(a.width, kColumns)));
-  config.blockDim = dim3(1024);
-  config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = programmatic ? 1 : 0;
-  const cudaError_t error =
-      cudaLaunchKernelEx(&config, rms_norm_finalise_kernel<kColumns>, static_cast<const float*>(a.partial), partial_rows,
-                         a.partial_stride, a.width, static_cast<char*>(dweight.data), dweight.dtype);
-  return error == cudaSuccess ? launch_status() : Status::kCudaError;
-}
-
-// As many blocks as there are multiprocessors, or about: fewer leave the card idle, more come in a second wave.
-Status finalise(const BackwardArgs& a, int64_t partial_rows, const TensorView& dweight, bool programmatic,
-                cudaStream_t stream) {
-  if (a.width <= 1024) return launch_finalise<8>(a, partial_rows, dweight, programmatic, stream);
-  if (a.width <= 4096) return launch_finalise<32>(a, partial_rows, dweight, programmatic, stream);
-  return launch_finalise<128>(a, partial_rows, dweight, programmatic, stream);
-}
-
 // The most partial rows any configuration leaves for this many rows and columns.
 int64_t most_partial_rows(int64_t rows, const DeviceFacts& facts) {
-  const int64_t most = static_cast<int64_t>(facts.multiprocessors) * kMostBlocks * kMostShares;
+  const int64_t most = static_cast<int64_t>(facts.multiprocessors) * kMostBlocks;
   return at_most(rows, most < kWidePartials ? kWidePartials : most);
 }
 
@@ -923,7 +780,8 @@ int64_t padded_width(int64_t width) { return divide_up(width, 8) * 8; }
 // ---- what both passes ask of their arguments -----------------------------------------------------------------------
 
 Status check_tensors(const TensorView& x, const TensorView& weight, const TensorView& other) {
-  if (!is_float(x.dtype) || (weight.present() && !is_float(weight.dtype)) || (other.present() && !is_float(other.dtype))) {
+  if (!is_float(x.dtype) || (weight.present() && !is_float(weight.dtype)) ||
+      (other.present() && !is_float(other.dtype))) {
     return Status::kBadDtype;
   }
   if (x.rank < 1 || x.rank > kMaxRank) return Status::kBadShape;
@@ -973,8 +831,8 @@ int64_t rms_norm_backward_workspace(const TensorView& dy, Stream stream) {
 }
 
 Status rms_norm_backward(const Input& dy, const Input& h, const Input& rstd, const OptionalInput& weight,
-                         const OptionalInput& dresidual_out, double offset, const Like<0>& dx,
-                         const Like<1>& dresidual, const Like<3>& dweight, Workspace workspace, Stream stream) {
+                         const OptionalInput& dresidual_out, double offset, const Like<0>& dx, const Like<1>& dresidual,
+                         const Like<3>& dweight, Workspace workspace, Stream stream) {
   Status status = check_tensors(dy, weight, h);
   if (status == Status::kOk) status = check_tensors(dy, weight, dresidual_out);
   if (status != Status::kOk) return status;
@@ -1001,11 +859,13 @@ Status rms_norm_backward(const Input& dy, const Input& h, const Input& rstd, con
     a.partial_stride = padded_width(width);
     a.rows = rows, a.width = width;
     a.offset = static_cast<float>(offset);
+    a.one_stride = a.dy.outer == 1 && a.h.outer == 1 && a.dresidual_out.outer == 1;
     int64_t partial_rows = 0;
     Status result = Status::kOk;
     if (rows > 0) result = launch_backward<X>(a, facts, guard.device(), cuda_stream(stream), partial_rows);
     if (result != Status::kOk || !dweight.present()) return result;
-    return finalise(a, partial_rows, dweight, facts.capability >= 90, cuda_stream(stream));
+    return column_sums(a.partial, partial_rows, a.partial_stride, a.width, dweight, facts.capability >= 90,
+                       cuda_stream(stream));
   });
 }
 

@@ -149,7 +149,7 @@ def outputs(case: Case) -> tuple[str, ...]:
 
 
 def cost(case: Case, which: str) -> Cost:
-    """Every tensor once. Backward: dy and h in, dx out, and for a residual its gradient in (and out, if dtypes differ)."""
+    """Every tensor once. Backward: dy, h, a residual's gradient in, dx out, twice if the residual's dtype differs."""
     n, width = case.size, case.shape[-1]
     own = n * DTYPE_BYTES[case.dtype]
     weight = width * DTYPE_BYTES[case.tensors["weight"]] if "weight" in case.tensors else 0
@@ -241,8 +241,12 @@ _W = InputSpec((8,), F32)
 
 BAD_CALLS = (
     BadCall("integer x", {"x": InputSpec((4, 8), "int32")}, {}, ("x must be float32", "int32[4, 8]")),
-    BadCall("integer weight", {"x": _X, "weight": InputSpec((8,), "int32")}, {}, ("weight must be float32", "int32[8]")),
-    BadCall("complex residual", {"x": _X, "residual": InputSpec((4, 8), "complex64")}, {}, ("residual must be float32",)),
+    BadCall(
+        "integer weight", {"x": _X, "weight": InputSpec((8,), "int32")}, {}, ("weight must be float32", "int32[8]")
+    ),
+    BadCall(
+        "complex residual", {"x": _X, "residual": InputSpec((4, 8), "complex64")}, {}, ("residual must be float32",)
+    ),
     BadCall("no dimensions", {"x": InputSpec((), F32)}, {}, ("1 to 8 dimensions", "float32[]")),
     BadCall("width 0", {"x": InputSpec((4, 0), F32)}, {}, ("a last one of 1 to 262144", "float32[4, 0]")),
     BadCall("too wide", {"x": InputSpec((1, MAX_WIDTH + 1), F32)}, {}, ("262144", "float32[1, 262145]")),

@@ -61,7 +61,7 @@ class Case:
     options: Mapping[str, Any] = field(default_factory=dict)
     # Which optional tensors are there, by dtype: {"weight": "float32"}.
     tensors: Mapping[str, str] = field(default_factory=dict)
-    layout: str = "contiguous"  # contiguous | strided | offset | transposed: see tests/kernels/arrays.py
+    layout: str = "contiguous"  # or strided, offset, transposed, columns: see tests/kernels/arrays.py
     huge: bool = False  # more than 2^31 elements: a GPU, and only rows around the boundary are checked
 
     @property

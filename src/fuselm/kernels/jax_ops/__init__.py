@@ -1,7 +1,7 @@
 """What the JAX ops share: calling a launcher through XLA's FFI on CUDA and a jnp function everywhere else.
 
 Knows jax and build.py, no op and never torch. The library is built or loaded the first time a computation is lowered on
-a machine where JAX sees a CUDA device; where it cannot be, the jnp function takes its place, with a warning that says why.
+a machine where JAX sees a CUDA device; where it cannot be, the jnp function takes its place, with a warning.
 
     y, rstd = call("rms_norm_forward", plain, (x, weight), results=(spec_y, spec_rstd), scalars=(eps, 0.0))
 """
@@ -31,6 +31,7 @@ def absent() -> jax.Array:
 
 
 def is_absent(array: Any) -> bool:
+    """Whether an array stands for no tensor."""
     return array is None or array.shape == (0,)
 
 
@@ -56,6 +57,13 @@ def _registered(name: str) -> bool:
     return True
 
 
+def _workspace(name: str, shape: tuple[int, ...]) -> int:
+    """Bytes of scratch memory the launcher wants for a first input of this shape."""
+    function = getattr(native_library(), f"fuselm_{name}_workspace")
+    function.restype = ctypes.c_int64
+    return int(function(ctypes.c_int32(len(shape)), (ctypes.c_int64 * len(shape))(*shape)))
+
+
 def call(
     name: str,
     plain: Callable[..., tuple[Any, ...]],
@@ -68,13 +76,13 @@ def call(
     if not _registered(name):
         return plain(*given)
 
+    scratch = _workspace(name, given[0].shape)
+
     def fused(*arrays: Any) -> tuple[Any, ...]:
-        out: tuple[Any, ...] = tuple(
-            jax.ffi.ffi_call(f"fuselm_{name}", list(results), vmap_method="sequential")(
-                *arrays, scalars=np.asarray(scalars, np.float64)
-            )
-        )
-        return out
+        wanted = [*results, jax.ShapeDtypeStruct((scratch,), jnp.uint8)] if scratch else [*results]
+        target = jax.ffi.ffi_call(f"fuselm_{name}", wanted, vmap_method="sequential")
+        made = target(*arrays, scalars=np.asarray(scalars, np.float64))
+        return tuple(made[: len(results)])
 
     chosen: tuple[Any, ...] = jax.lax.platform_dependent(*given, cuda=fused, default=plain)
     return chosen

@@ -14,7 +14,14 @@ import torch
 from torch import Tensor
 
 from fuselm.kernels import rms_norm as contract
-from fuselm.kernels.torch_ops import info, load_cuda, refuse_second_gradient, register
+from fuselm.kernels.torch_ops import (
+    direct_apply,
+    info,
+    is_plain_call,
+    load_cuda,
+    refuse_second_gradient,
+    register,
+)
 
 # Masks of wanted outputs, for (y, residual_out, rstd) and (dx, dresidual, dweight).
 _Y, _RESIDUAL_OUT, _RSTD = 1, 2, 4
@@ -33,9 +40,9 @@ def rms_norm(
 ) -> Any:
     """Normalise the last dimension of x by its root mean square and scale it by (offset + weight).
 
-    Returns y in x's dtype; with `residual`, (y, x + residual), the sum in the residual's dtype. eps=None is 2^-23, as in
-    torch. cast_mode "gemma" multiplies before it rounds (torch's order), "llama" rounds before it multiplies. Sums are
-    fp32 whatever autocast says; the result keeps x's dtype.
+    Returns y in x's dtype; with `residual`, (y, x + residual), the sum in the residual's dtype. eps=None is 2^-23, as
+    in torch. cast_mode "gemma" multiplies before it rounds (torch's order), "llama" rounds before it multiplies. Sums
+    are fp32 whatever autocast says; the result keeps x's dtype.
     """
     # The fast path asks nothing it need not: the launcher refuses bad input, and only then check() looks for the words.
     try:
@@ -46,9 +53,11 @@ def rms_norm(
             or (weight is not None and weight.requires_grad)
             or (residual is not None and residual.requires_grad)
         ):
+            plain = is_plain_call()
             if residual is None:
-                return _RMSNorm.apply(x, weight, eps_value, offset, round_first)
-            return _AddRMSNorm.apply(x, weight, residual, eps_value, offset, round_first)
+                return (_apply if plain else _RMSNorm.apply)(x, weight, eps_value, offset, round_first)
+            apply = _apply_add if plain else _AddRMSNorm.apply
+            return apply(x, weight, residual, eps_value, offset, round_first)
         forward = _forward if torch.compiler.is_compiling() else _forward_now
         if residual is None:
             return forward(x, weight, None, eps_value, offset, round_first, _Y)[0]
@@ -99,7 +108,8 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, eps: float, offset: float, round_first: bool) -> Tensor:
-        y, _, rstd = _forward(x, weight, None, eps, offset, round_first, _Y | _RSTD)
+        forward = _forward if torch.compiler.is_compiling() else _forward_now
+        y, _, rstd = forward(x, weight, None, eps, offset, round_first, _Y | _RSTD)
         ctx.save_for_backward(x, rstd, weight)
         ctx.offset = offset
         return y
@@ -146,11 +156,20 @@ class _AddRMSNorm(torch.autograd.Function):
         return dx if wants_x else None, dweight, dresidual if wants_residual else None, None, None, None
 
 
+_apply = direct_apply(_RMSNorm)
+_apply_add = direct_apply(_AddRMSNorm)
+
 # ---- raw ops -------------------------------------------------------------------------------------------------------
 
 
 def _plain_forward(
-    x: Tensor, weight: Tensor | None, residual: Tensor | None, eps: float, offset: float, round_first: bool, outputs: int
+    x: Tensor,
+    weight: Tensor | None,
+    residual: Tensor | None,
+    eps: float,
+    offset: float,
+    round_first: bool,
+    outputs: int,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     _check(x, weight, residual, eps, offset, "gemma")
     h = _rows(x) if residual is None else (_rows(x) + _rows(residual)).to(residual.dtype)
@@ -169,7 +188,13 @@ def _rows(tensor: Tensor) -> Tensor:
 
 
 def _fake_forward(
-    x: Tensor, weight: Tensor | None, residual: Tensor | None, eps: float, offset: float, round_first: bool, outputs: int
+    x: Tensor,
+    weight: Tensor | None,
+    residual: Tensor | None,
+    eps: float,
+    offset: float,
+    round_first: bool,
+    outputs: int,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     _check(x, weight, residual, eps, offset, "gemma")
     h = None
@@ -217,8 +242,8 @@ def _fake_backward(
 
 
 _forward = register(
-    "rms_norm_forward(Tensor x, Tensor? weight, Tensor? residual, float eps, float offset, bool round_first, int outputs)"
-    " -> (Tensor, Tensor, Tensor)",
+    "rms_norm_forward(Tensor x, Tensor? weight, Tensor? residual, float eps, float offset, bool round_first,"
+    " int outputs) -> (Tensor, Tensor, Tensor)",
     _plain_forward,
     _fake_forward,
 )
