@@ -9,6 +9,7 @@ no graph to be inside of. Host times are for fuselm and for what a user of torch
 from __future__ import annotations
 
 import dataclasses
+import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,7 +21,7 @@ from fuselm.bench.report import DECODE_FIELDS, HOST_FIELDS, Results, Row, as_row
 from fuselm.bench.tensors import make_inputs
 from fuselm.kernels.spec import Case, OpSpec
 
-HOST_CALLS, HOST_BATCHES = 200, 10
+HOST_CALLS, HOST_BATCHES, HOST_ROUNDS = 200, 3, 7
 
 
 def measure(op: OpSpec, device: str, impls: Sequence[str], timer: Timer, results: Results, device_name: str) -> None:
@@ -57,18 +58,25 @@ def _decode(
 
 
 def _host(op: OpSpec, device: str, timer: Timer, results: Results, device_name: str) -> None:
+    """Host time of one call, without and with grad. The two are timed in turn, so that both meet the same weather."""
     case = min(op.decode_cases or op.bench_cases, key=lambda case: case.size)
     fused = peers.implementations(op.name, case, device, ("fused",))["fused"]
-    for name, peer in (("fused", fused), ("torch", peers.Peer(peers.bare_torch(op.name, case)))):
-        head = _head(op, case, name, device_name)
-        try:
-            if peer.call is None:
-                raise peers.CannotDo(peer.note)
-            row = {**head, **_host_times(op, case, device, peer.call, timer)}
-        except Exception as error:
-            results.notes.append({**head, "pass": "host", "note": f"{type(error).__name__}: {error}"})
-            continue
-        results.host.append(as_row(row, HOST_FIELDS))
+    calls = {"fused": fused, "torch": peers.Peer(peers.bare_torch(op.name, case))}
+    samples: dict[str, dict[str, list[float]]] = {name: {"call_us": [], "call_grad_us": []} for name in calls}
+    for _ in range(HOST_ROUNDS if timer.on_gpu else 1):
+        for name, peer in calls.items():
+            try:
+                if peer.call is None:
+                    raise peers.CannotDo(peer.note)
+                for key, us in _host_times(op, case, device, peer.call, timer).items():
+                    samples[name][key].append(us)
+            except Exception as error:
+                head = _head(op, case, name, device_name)
+                results.notes.append({**head, "pass": "host", "note": f"{type(error).__name__}: {error}"})
+    for name, found in samples.items():
+        if found["call_us"]:
+            medians = {key: statistics.median(us) for key, us in found.items()}
+            results.host.append(as_row({**_head(op, case, name, device_name), **medians}, HOST_FIELDS))
 
 
 def _host_times(

@@ -81,23 +81,48 @@ __device__ inline void unpack(const uint4& raw, float (&out)[kVec<T>]) {
   for (int i = 0; i < kVec<T>; ++i) out[i] = to_float(pack.value[i]);
 }
 
+// Two numbers a conversion: the instruction that rounds also packs.
+__device__ inline uint32_t packed_pair(float low, float high, bf16) {
+  const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+  return *reinterpret_cast<const uint32_t*>(&pair);
+}
+__device__ inline uint32_t packed_pair(float low, float high, fp16) {
+  const __half2 pair = __floats2half2_rn(low, high);
+  return *reinterpret_cast<const uint32_t*>(&pair);
+}
+
 template <typename T>
 __device__ inline uint4 packed(const float (&in)[kVec<T>]) {
-  Pack<T> pack;
-#pragma unroll
-  for (int i = 0; i < kVec<T>; ++i) pack.value[i] = from_float<T>(in[i]);
-  return pack.raw;
+  if constexpr (sizeof(T) == 4) {
+    return make_uint4(__float_as_uint(in[0]), __float_as_uint(in[1]), __float_as_uint(in[2]), __float_as_uint(in[3]));
+  } else {
+    return make_uint4(packed_pair(in[0], in[1], T{}), packed_pair(in[2], in[3], T{}), packed_pair(in[4], in[5], T{}),
+                      packed_pair(in[6], in[7], T{}));
+  }
 }
 
 // ---- memory --------------------------------------------------------------------------------------------------------
 
-// Activations are read once and written once: they are kept out of L1 and marked as the first to leave L2, so that
-// weights and partial sums stay.
+// What is read once is the first to leave L2: then what has just been written is still there when the next kernel reads
+// it, and is not written back while this one still wants the memory.
+__device__ inline uint64_t evict_first() {
+  uint64_t policy = 0;
+#if __CUDA_ARCH__ >= 800
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+#endif
+  return policy;
+}
+
+// Sixteen bytes that this kernel reads once: past L1, and by evict_first().
 __device__ inline uint4 load_streaming(const void* address) {
   uint4 v;
-  asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+#if __CUDA_ARCH__ >= 800
+  asm volatile("ld.global.L1::no_allocate.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "l"(address));
+               : "l"(address), "l"(evict_first()));
+#else
+  v = *static_cast<const uint4*>(address);
+#endif
   return v;
 }
 
@@ -108,7 +133,9 @@ __device__ inline void store_vector(void* address, const uint4& v) { *static_cas
 __device__ inline void copy_async(void* shared, const void* global) {
 #if __CUDA_ARCH__ >= 800
   const uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(address), "l"(global) : "memory");
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(address), "l"(global),
+               "l"(evict_first())
+               : "memory");
 #else
   *static_cast<uint4*>(shared) = *static_cast<const uint4*>(global);
 #endif
@@ -142,10 +169,11 @@ __device__ inline void expect_bytes(uint64_t* barrier, uint32_t bytes) {
 // A run of bytes, a multiple of 16 at a multiple of 16, from global to shared memory by the copy engine.
 __device__ inline void copy_bulk(void* shared, const void* global, uint32_t bytes, uint64_t* barrier) {
 #if __CUDA_ARCH__ >= 900
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-                   static_cast<uint32_t>(__cvta_generic_to_shared(shared))),
-               "l"(global), "r"(bytes), "r"(static_cast<uint32_t>(__cvta_generic_to_shared(barrier)))
-               : "memory");
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::
+          "r"(static_cast<uint32_t>(__cvta_generic_to_shared(shared))),
+      "l"(global), "r"(bytes), "r"(static_cast<uint32_t>(__cvta_generic_to_shared(barrier))), "l"(evict_first())
+      : "memory");
 #endif
 }
 

@@ -18,11 +18,12 @@ namespace {
 
 // ---- forward -------------------------------------------------------------------------------------------------------
 
-// Rows that wait in registers: the narrow ones, and any where there are few rows and what counts is how soon the first
-// is done. Measured on an H200, docs/log.md.
-using NarrowConfigs = ConfigList<Config<8, 1, 128, 1, true>, Config<16, 1, 128, 1, true>, Config<32, 1, 128, 1, true>,
-                                 Config<32, 2, 128, 1, true>, Config<32, 3, 128, 1, true>, Config<64, 2, 64, 1>>;
-using FewRowsConfigs = ConfigList<Config<64, 4, 64, 1, true>, Config<128, 4, 128, 1, true>>;
+// Rows that wait in registers: the narrow ones. Measured on an H200, docs/log.md.
+using NarrowConfigs = ConfigList<Config<8, 1, 128, 1>, Config<16, 1, 128, 1>, Config<32, 1, 128, 1>,
+                                 Config<32, 2, 128, 1>, Config<32, 3, 64, 1>, Config<64, 2, 64, 1>>;
+// And a few rows of the usual kind (is_lean), where what counts is how soon the first is done: a third of the code,
+// since a kernel of a microsecond waits for its instructions as much as for its data.
+using FewRowsConfigs = ConfigList<Config<64, 2, 64, 1, true>, Config<64, 4, 64, 1, true>, Config<128, 4, 128, 1, true>>;
 
 // Rows that wait in shared memory. Lanes as in FewRowsConfigs, so that a row's sum has the same bits in both.
 using StagedConfigs = ConfigList<Config<64, 4, 64, 24>, Config<128, 4, 128, 12>, Config<256, 4, 256, 6>,
@@ -38,7 +39,7 @@ struct ForwardArgs {
   float* rstd;
   int64_t rows;
   int32_t width;
-  float eps, offset;
+  float inverse_width, eps, offset;
   DType weight_dtype;
   bool round_first;  // llama: the normalised value is rounded to x's dtype before it meets the weight
   bool one_stride;
@@ -61,9 +62,11 @@ __device__ inline float sum_of_squares(const Held<X, H>& held) {
   return sum;
 }
 
-// __frsqrt_rn is correctly rounded; rsqrtf is off by up to 2 ulp, which a whole fp32 row would inherit.
-__device__ inline float inverse_rms(float sum, int width, float eps) {
-  return __frsqrt_rn(sum / static_cast<float>(width) + eps);
+// __frsqrt_rn is correctly rounded; rsqrtf is off by up to 2 ulp, which a whole fp32 row would inherit. The mean is a
+// product: what that loses for widths that are no power of two is a quarter of an ulp of rstd, and a division is 50
+// cycles that a single row has to wait for.
+__device__ inline float inverse_rms(float sum, float inverse_width, float eps) {
+  return __frsqrt_rn(fmaf(sum, inverse_width, eps));
 }
 
 template <typename X>
@@ -71,12 +74,12 @@ __device__ inline float normalised(float h, float rstd, bool round_first) {
   return round_first ? rounded<X>(h * rstd) : h * rstd;
 }
 
-template <typename X, typename H>
+template <typename X, typename H, bool kLean = false>
 __device__ inline void scale_and_store(const ForwardArgs& a, char* y_row, int64_t index, const Held<X, H>& held,
                                        float rstd, const float (&weight)[kVec<X>]) {
   float y[kVec<X>];
   held.get(y);
-  if (a.round_first) {
+  if (!kLean && a.round_first) {
 #pragma unroll
     for (int i = 0; i < kVec<X>; ++i) y[i] = rounded<X>(y[i] * rstd) * weight[i];
   } else {
@@ -104,8 +107,9 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocks)
   const int count = row < a.rows ? a.width / kVec<X> : 0;
 
   Loaded<X, H, kResidual> loaded[C::kVecs];
-  const char* x_row = a.x_row(row);
-  const char* residual_row = kResidual ? a.residual_row(row) : nullptr;
+  const char* x_row = C::kLean ? a.x + row * a.x_stride : a.x_row(row);
+  const char* residual_row = nullptr;
+  if (kResidual) residual_row = C::kLean ? a.residual + row * a.residual_stride : a.residual_row(row);
 #pragma unroll
   for (int v = 0; v < C::kVecs; ++v) {
     const int at = lane + v * C::kLanes;
@@ -116,14 +120,11 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocks)
     }
   }
 
-  const bool early = C::kEarly && a.weight_dtype == kDType<X>;
-  uint4 early_weight[C::kEarly ? C::kVecs : 1];
-  if (early) {
+  uint4 lean_weight[C::kLean ? C::kVecs : 1];  // asked for while x is still on its way
 #pragma unroll
-    for (int v = 0; v < C::kVecs; ++v) {
-      const int at = lane + v * C::kLanes;
-      if (C::kEarly && at < count) early_weight[v] = __ldg(reinterpret_cast<const uint4*>(a.weight) + at);
-    }
+  for (int v = 0; C::kLean && v < C::kVecs; ++v) {
+    const int at = lane + v * C::kLanes;
+    if (at < count) lean_weight[v] = __ldg(reinterpret_cast<const uint4*>(a.weight) + at);
   }
 
   Held<X, H> held[C::kVecs];
@@ -140,7 +141,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocks)
     }
   }
   sum = row_sum<C::kLanes>(sum, scratch + group * C::kLanes / kWarp);
-  const float rstd = inverse_rms(sum, a.width, a.eps);
+  const float rstd = inverse_rms(sum, a.inverse_width, a.eps);
   if (a.rstd != nullptr && lane == 0 && count > 0) a.rstd[row] = rstd;
 
   char* y_row = a.y + row * a.width * static_cast<int64_t>(sizeof(X));
@@ -149,14 +150,14 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocks)
     const int at = lane + v * C::kLanes;
     if (at >= count) continue;
     float weight[kVec<X>];
-    if (early) {
-      unpack<X>(early_weight[C::kEarly ? v : 0], weight);
+    if constexpr (C::kLean) {
+      unpack<X>(lean_weight[v], weight);
 #pragma unroll
       for (int i = 0; i < kVec<X>; ++i) weight[i] += a.offset;
     } else {
       load_weight(a.weight, a.weight_dtype, a.offset, at, weight);
     }
-    scale_and_store<X, H>(a, y_row, at, held[v], rstd, weight);
+    scale_and_store<X, H, C::kLean>(a, y_row, at, held[v], rstd, weight);
   }
 }
 
@@ -253,7 +254,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocks)
     }
   }
   sum = row_sum<C::kLanes>(sum, scratch + group * C::kLanes / kWarp);
-  const float rstd = inverse_rms(sum, a.width, a.eps);
+  const float rstd = inverse_rms(sum, a.inverse_width, a.eps);
   if (a.rstd != nullptr && lane == 0 && count > 0) a.rstd[row] = rstd;
 
 #pragma unroll 2
@@ -272,8 +273,15 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocks)
   }
 }
 
-// Any strides, any alignment, any mix of dtypes: elements one by one, each by the lane that would own it as part of a
-// vector and in the same order, so that a row's sum has the same bits here and in the kernels above.
+// Elements a lane of the *_any kernels takes at a time. Where the width is whole vectors it is a vector, each element
+// by the lane that would own it and in the same order, so that a row's sum has the same bits here and in the kernels
+// above. Other widths have no such kernel, and neighbouring lanes take neighbouring elements.
+template <typename X>
+__device__ inline int any_run(int64_t width) {
+  return width % kVec<X> == 0 ? kVec<X> : 1;
+}
+
+// Any strides, any alignment, any mix of dtypes: elements one by one.
 template <typename X, int kLanes>
 __global__ void __launch_bounds__(any_threads(kLanes))
     rms_norm_forward_any_kernel(const __grid_constant__ ForwardArgs a) {
@@ -283,6 +291,7 @@ __global__ void __launch_bounds__(any_threads(kLanes))
   const int64_t index = static_cast<int64_t>(blockIdx.x) * (any_threads(kLanes) / kLanes) + group;
   const int64_t width = index < a.rows ? a.width : 0;
   const int64_t row = index < a.rows ? index : 0;
+  const int run = any_run<X>(a.width);
   const DType h_dtype = a.residual_rows.dtype;
   const bool summed = a.residual_rows.present();
   const char* x_row = a.x_rows.any_row(row);
@@ -291,9 +300,9 @@ __global__ void __launch_bounds__(any_threads(kLanes))
   char* y_row = a.y + row * a.width * static_cast<int64_t>(sizeof(X));
 
   float sum = 0.0f;
-  for (int64_t first = lane * kVec<X>; first < width; first += kLanes * kVec<X>) {
+  for (int64_t first = lane * run; first < width; first += kLanes * run) {
     float part = 0.0f;
-    for (int64_t c = first; c < first + kVec<X> && c < width; ++c) {
+    for (int64_t c = first; c < first + run && c < width; ++c) {
       float h = element(x_row, a.x_rows.dtype, c * a.x_rows.column_stride);
       if (summed) {
         h = round_to(h_dtype, h + element(residual_row, h_dtype, c * a.residual_rows.column_stride));
@@ -304,11 +313,11 @@ __global__ void __launch_bounds__(any_threads(kLanes))
     sum += part;
   }
   sum = row_sum<kLanes>(sum, scratch + group * kLanes / kWarp);
-  const float rstd = inverse_rms(sum, a.width, a.eps);
+  const float rstd = inverse_rms(sum, a.inverse_width, a.eps);
   if (a.rstd != nullptr && lane == 0 && width > 0) a.rstd[index] = rstd;
 
-  for (int64_t first = lane * kVec<X>; first < width; first += kLanes * kVec<X>) {
-    for (int64_t c = first; c < first + kVec<X> && c < width; ++c) {
+  for (int64_t first = lane * run; first < width; first += kLanes * run) {
+    for (int64_t c = first; c < first + run && c < width; ++c) {
       const float h = summed ? element(h_row, h_dtype, c) : element(x_row, a.x_rows.dtype, c * a.x_rows.column_stride);
       const float weight = element_of_weight(a.weight_rows, a.offset, c);
       set_element(y_row, kDType<X>, c, normalised<X>(h, rstd, a.round_first) * weight);
@@ -338,6 +347,12 @@ bool launch_forward_staged(const ForwardArgs& a, int device, cudaStream_t stream
   return true;
 }
 
+// The usual kind: a weight of x's dtype, multiplied before rounding, and rows a constant stride apart.
+template <typename X>
+bool is_lean(const ForwardArgs& a) {
+  return a.weight_dtype == kDType<X> && !a.round_first && a.one_stride;
+}
+
 template <typename X, typename H, bool kResidual>
 Status launch_forward_vectors(ForwardArgs& a, int device, cudaStream_t stream) {
   const int64_t count = a.width / kVec<X>;
@@ -350,7 +365,10 @@ Status launch_forward_vectors(ForwardArgs& a, int device, cudaStream_t stream) {
     const dim3 grid(static_cast<unsigned>(divide_up(a.rows, C::kGroups)));
     status = launch(rms_norm_forward_kernel<X, H, kResidual, C>, grid, C::kThreads, 0, a.chained, stream, a);
   };
-  if (NarrowConfigs::pick(count, held) || (few && FewRowsConfigs::pick(count, held))) return status;
+  if constexpr (std::is_same_v<X, H>) {
+    if (few && count > 96 && is_lean<X>(a) && FewRowsConfigs::pick(count, held)) return status;
+  }
+  if (NarrowConfigs::pick(count, held)) return status;
   bool done = false;
   StagedConfigs::pick(
       count, [&](auto config) { done = launch_forward_staged<X, H, kResidual, decltype(config)>(a, device, stream); });
@@ -390,7 +408,7 @@ constexpr int kMaxStages = 3;
 constexpr int kMostBlocks = 4;  // of the configurations above
 constexpr int kWideThreads = 1024;
 constexpr int kWideColumnThreads = 128;
-constexpr int kWidePartials = 64;
+constexpr int kWideBlocks = 16;  // of kWideColumnThreads, wanted on a multiprocessor
 
 struct BackwardArgs {
   Rows dy, h, weight_rows, dresidual_out;
@@ -668,11 +686,12 @@ __global__ void __launch_bounds__(any_threads(kLanes))
   const char* dy_row = a.dy.any_row(row);
   const char* h_row = a.h.any_row(row);
   const char* r_row = a.dresidual_out.any_row(row);
+  const int run = any_run<X>(a.width);
   const float rstd = a.rstd[row];
 
   float dot = 0.0f;
-  for (int64_t first = lane * kVec<X>; first < width; first += kLanes * kVec<X>) {
-    for (int64_t c = first; c < first + kVec<X> && c < width; ++c) {
+  for (int64_t first = lane * run; first < width; first += kLanes * run) {
+    for (int64_t c = first; c < first + run && c < width; ++c) {
       const float g =
           element(dy_row, kDType<X>, c * a.dy.column_stride) * element_of_weight(a.weight_rows, a.offset, c);
       dot = fmaf(g, element(h_row, a.h.dtype, c * a.h.column_stride), dot);
@@ -681,8 +700,8 @@ __global__ void __launch_bounds__(any_threads(kLanes))
   dot = row_sum<kLanes>(dot, scratch + group * kLanes / kWarp);
   const float slope = dot / static_cast<float>(a.width) * rstd * rstd * rstd;
 
-  for (int64_t first = lane * kVec<X>; first < width; first += kLanes * kVec<X>) {
-    for (int64_t c = first; c < first + kVec<X> && c < width; ++c) {
+  for (int64_t first = lane * run; first < width; first += kLanes * run) {
+    for (int64_t c = first; c < first + run && c < width; ++c) {
       const float scaled = element(dy_row, kDType<X>, c * a.dy.column_stride) * rstd;
       const float h = element(h_row, a.h.dtype, c * a.h.column_stride);
       float dx = fmaf(scaled, element_of_weight(a.weight_rows, a.offset, c), -(h * slope));
@@ -724,9 +743,16 @@ bool launch_backward_ring(BackwardArgs a, const DeviceFacts& facts, int device, 
   return true;
 }
 
-dim3 weight_grid(const BackwardArgs& a, int64_t columns, int64_t& partial_rows) {
-  partial_rows = at_most(a.rows, kWidePartials);
-  return dim3(static_cast<unsigned>(divide_up(columns, kWideColumnThreads)), static_cast<unsigned>(partial_rows));
+// The most partial rows any kernel leaves.
+int64_t most_partial_rows(int64_t rows, const DeviceFacts& facts) {
+  return at_most(rows, static_cast<int64_t>(facts.multiprocessors) * kMostBlocks);
+}
+
+dim3 weight_grid(const BackwardArgs& a, int64_t columns, const DeviceFacts& facts, int64_t& partial_rows) {
+  const int64_t across = divide_up(columns, kWideColumnThreads);
+  const int64_t down = divide_up(static_cast<int64_t>(facts.multiprocessors) * kWideBlocks, across);
+  partial_rows = at_most(at_most(a.rows, down), most_partial_rows(a.rows, facts));
+  return dim3(static_cast<unsigned>(across), static_cast<unsigned>(partial_rows));
 }
 
 template <typename X, typename H>
@@ -739,7 +765,7 @@ Status launch_backward_vectors(const BackwardArgs& a, const DeviceFacts& facts, 
   if (done) return launch_status();
   rms_norm_backward_wide_kernel<X, H><<<static_cast<unsigned>(a.rows), kWideThreads, 0, stream>>>(a);
   if (a.partial != nullptr) {
-    const dim3 grid = weight_grid(a, a.width / kVec<X>, partial_rows);
+    const dim3 grid = weight_grid(a, a.width / kVec<X>, facts, partial_rows);
     rms_norm_backward_wide_weight_kernel<X, H><<<grid, kWideColumnThreads, 0, stream>>>(a);
   }
   return launch_status();
@@ -763,16 +789,10 @@ Status launch_backward(const BackwardArgs& a, const DeviceFacts& facts, int devi
       divide_up(a.width, kVec<X>), [&](auto config) { launch_backward_any<X, decltype(config)::kLanes>(a, stream); });
   if (!held) launch_backward_any<X, kWideThreads>(a, stream);
   if (a.partial != nullptr) {
-    const dim3 grid = weight_grid(a, a.width, partial_rows);
+    const dim3 grid = weight_grid(a, a.width, facts, partial_rows);
     rms_norm_backward_any_weight_kernel<<<grid, kWideColumnThreads, 0, stream>>>(a);
   }
   return launch_status();
-}
-
-// The most partial rows any configuration leaves for this many rows and columns.
-int64_t most_partial_rows(int64_t rows, const DeviceFacts& facts) {
-  const int64_t most = static_cast<int64_t>(facts.multiprocessors) * kMostBlocks;
-  return at_most(rows, most < kWidePartials ? kWidePartials : most);
 }
 
 int64_t padded_width(int64_t width) { return divide_up(width, 8) * 8; }
@@ -816,7 +836,7 @@ Status rms_norm_forward(const Input& x, const OptionalInput& weight, const Optio
     a.one_stride = a.x_rows.outer == 1 && a.residual_rows.outer == 1;
     a.y = static_cast<char*>(y.data), a.residual_out = static_cast<char*>(residual_out.data);
     a.rstd = static_cast<float*>(rstd.data);
-    a.rows = rows, a.width = static_cast<int32_t>(width);
+    a.rows = rows, a.width = static_cast<int32_t>(width), a.inverse_width = 1.0f / static_cast<float>(width);
     a.eps = static_cast<float>(eps), a.offset = static_cast<float>(offset);
     a.weight_dtype = weight.dtype, a.round_first = round_first;
     return launch_forward<X>(a, guard.device(), cuda_stream(stream));

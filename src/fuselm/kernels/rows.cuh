@@ -199,13 +199,13 @@ inline int64_t count_rows(const TensorView& x) {
 
 // ---- who owns what ----
 
-template <int lanes, int vecs, int threads, int blocks, bool early = false>
+template <int lanes, int vecs, int threads, int blocks, bool lean = false>
 struct Config {
   static constexpr int kLanes = lanes;      // threads that own a row
   static constexpr int kVecs = vecs;        // vectors of the row each of them holds
   static constexpr int kThreads = threads;  // threads of a block
   static constexpr int kBlocks = blocks;  // blocks wanted on a multiprocessor: what the compiler may spend registers by
-  static constexpr bool kEarly = early;   // forward: ask for the weight while x is still on its way
+  static constexpr bool kLean = lean;     // compiled for the usual arguments alone
   static constexpr int kGroups = threads / lanes;
 };
 
