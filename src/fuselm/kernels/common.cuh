@@ -129,13 +129,12 @@ __device__ inline uint4 load_streaming(const void* address) {
 __device__ inline void store_vector(void* address, const uint4& v) { *static_cast<uint4*>(address) = v; }
 
 // Sixteen bytes from global to this thread's place in shared memory, without passing through registers. Only the
-// thread that asked may read them back after copy_async_wait: no barrier is needed, and none is given.
+// thread that asked may read them back after copy_async_wait: no barrier is needed, and none is given. (No evict_first
+// here: with a cache hint ptxas 13.0 writes a descriptor in an odd uniform register, and the copy faults.)
 __device__ inline void copy_async(void* shared, const void* global) {
 #if __CUDA_ARCH__ >= 800
   const uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
-  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(address), "l"(global),
-               "l"(evict_first())
-               : "memory");
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(address), "l"(global) : "memory");
 #else
   *static_cast<uint4*>(shared) = *static_cast<const uint4*>(global);
 #endif
