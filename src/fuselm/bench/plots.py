@@ -21,7 +21,8 @@ def roofline(rows: Sequence[Row], path: Path, title: str) -> None:
     """Share of copy speed for each shape and implementation: a panel for each op, pass and dtype."""
     panels: dict[tuple[str, str, str], list[Row]] = {}
     for row in rows:
-        panels.setdefault((row["op"], row["pass"], row["dtype"]), []).append(row)
+        if row["share_of_copy"] is not None:  # a copy that could not be measured rightly leaves none
+            panels.setdefault((row["op"], row["pass"], row["dtype"]), []).append(row)
     figure, axes = _figure(len(panels))
     for axis, ((op, which, dtype), members) in zip(axes, panels.items(), strict=False):
         _bars(axis, members, lambda row: 100 * row["share_of_copy"])

@@ -72,8 +72,8 @@ def _roofline(rows: Sequence[Row], impls: Sequence[str]) -> list[str]:
 
 
 def _shares(members: Mapping[str, Row], impls: Sequence[str]) -> list[str]:
-    shares = {name: round(100 * row["share_of_copy"]) for name, row in members.items()}
-    best = max(shares.values())
+    shares = {n: round(100 * row["share_of_copy"]) for n, row in members.items() if row["share_of_copy"] is not None}
+    best = max(shares.values(), default=0)
     return [(f"**{shares[n]}**" if shares[n] == best else str(shares[n])) if n in shares else "" for n in impls]
 
 
