@@ -263,3 +263,14 @@ def test_on_a_gpu_results_are_as_exact_as_torchs(shape: Any, dtype: torch.dtype)
     x = rows(shape, dtype)
     y, reference = ours.cuda()(x.cuda()), theirs.cuda()(x.cuda())
     assert_as_exact("y", y.cpu(), reference.cpu(), truth_of(theirs).cpu()(x.double()))
+
+
+def test_a_residual_of_another_shape_is_refused_also_where_it_has_as_many_numbers() -> None:
+    with pytest.raises(ValueError, match="residual must have x's shape"):
+        fuselm.nn.RMSNorm((4, 8))(torch.randn(3, 4, 8), torch.randn(3, 8, 4))
+
+
+@pytest.mark.parametrize("wrong", [{"cast_mode": "none"}, {"offset": 1.0, "elementwise_affine": False}])
+def test_options_that_could_not_be_kept_are_refused(wrong: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match="RMSNorm: cast_mode must be"):
+        fuselm.nn.RMSNorm(8, **wrong)

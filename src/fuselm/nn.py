@@ -1,7 +1,7 @@
 """Drop-in torch modules over fuselm.ops: swap `torch.nn.X` for `fuselm.nn.X` and keep the checkpoint.
 
-Knows torch and fuselm.ops, no kernel and no model. State dicts, arguments and error cases are torch's; what is added
-comes after torch's own arguments, by name.
+Knows torch and fuselm.ops, no kernel and no model. State dicts and arguments are torch's; what is added comes
+after torch's own arguments, by name. What the op refuses (fp64, eps of 0) is refused here too.
 
     norm = fuselm.nn.RMSNorm(4096, eps=1e-6)
     y = norm(x)
@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 
 from fuselm import ops
+
+CAST_MODES = ("gemma", "llama")
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -36,7 +38,12 @@ class RMSNorm(torch.nn.RMSNorm):
         offset: float = 0.0,
         cast_mode: str = "gemma",
     ) -> None:
-        self.offset = offset if elementwise_affine else 0.0
+        if cast_mode not in CAST_MODES or (offset and not elementwise_affine):
+            raise ValueError(
+                f"RMSNorm: cast_mode must be one of {', '.join(CAST_MODES)}, and offset 0 without a weight; got "
+                f"cast_mode={cast_mode!r}, offset={offset}, elementwise_affine={elementwise_affine}. Leave it out."
+            )
+        self.offset = offset
         self.cast_mode = cast_mode
         super().__init__(normalized_shape, eps, elementwise_affine, device, dtype)
 
@@ -53,6 +60,11 @@ class RMSNorm(torch.nn.RMSNorm):
             return self._norm(x, self.weight, residual)
         # Several normalised dimensions become one: the mean is over all of them.
         weight = None if self.weight is None else self.weight.flatten()
+        if residual is not None and residual.shape != x.shape:
+            raise ValueError(
+                f"RMSNorm: residual must have x's shape; got residual {list(residual.shape)} for x {list(x.shape)}. "
+                f"Expand or reshape the residual."
+            )
         flat = None if residual is None else residual.flatten(-dims)
         out = self._norm(x.flatten(-dims), weight, flat)
         return out.view(x.shape) if residual is None else tuple(t.view(x.shape) for t in out)

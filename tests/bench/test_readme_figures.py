@@ -9,14 +9,15 @@ from typing import Any
 import pytest
 
 from fuselm.bench import plots, readme, report
+from fuselm.bench.report import without_false_ceilings
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def a_record() -> dict[str, Any]:
-    def row(impl: str, share: float) -> dict[str, Any]:
+    def row(impl: str, us: float, share: float) -> dict[str, Any]:
         figures = {"op": "rms_norm", "pass": "forward", "case": "plain", "dtype": "bfloat16", "shape": [32768, 768]}
-        return {**dict.fromkeys(report.ROW_FIELDS, 0), **figures, "impl": impl, "gpu_us": 25.04, "share_of_copy": share}
+        return {**dict.fromkeys(report.ROW_FIELDS, 0), **figures, "impl": impl, "gpu_us": us, "share_of_copy": share}
 
     figures = {"op": "rms_norm", "dtype": "bfloat16", "case": "decode", "shape": [1, 1, 4096], "impl": "fused"}
     latency = {**dict.fromkeys(report.DECODE_FIELDS, 0), **figures, "p50_us": 1.5, "p99_us": 1.7, "empty_us": 1.1}
@@ -24,15 +25,15 @@ def a_record() -> dict[str, Any]:
         "gpu": "NVIDIA H200",
         "date": "2026-01-01",
         "versions": {"torch": "2.11.0", "cuda": "13.0", "liger": "0.8.5"},
-        "rows": [row("fused", 0.953), row("torch", 0.6), row("liger", 0.953)],
+        "rows": [row("fused", 25.04, 0.953), row("torch", 40.0, 0.6), row("liger", 25.04, 0.953)],
         "decode": [latency],
     }
 
 
-def test_block_has_shares_with_the_best_in_bold() -> None:
+def test_block_has_times_and_shares_with_the_fastest_in_bold() -> None:
     text = readme.block(a_record())
-    assert "| op | pass | case | shape | dtype | fuselm µs | fuselm | torch | Liger |" in text
-    assert "| rms_norm | forward | plain | 32768x768 | bfloat16 | 25.0 | **95** | 60 | **95** |" in text
+    assert "| op | pass | case | shape | dtype | fuselm | torch | Liger |" in text
+    assert "| rms_norm | forward | plain | 32768x768 | bfloat16 | **25.0** (95) | 40.0 (60) | **25.0** (95) |" in text
     assert "- rms_norm 1x1x4096 in a CUDA graph, µs: fuselm 1.50; an empty kernel 1.10." in text
     assert "NVIDIA H200, torch 2.11.0, CUDA 13.0, Liger 0.8.5, 2026-01-01" in text
 
@@ -80,3 +81,9 @@ def test_the_readme_here_says_what_the_record_says() -> None:
     text = page.read_text(encoding="utf-8")
     recorded = json.loads((ROOT / readme.RECORD).read_text(encoding="utf-8"))
     assert readme.replaced(text, readme.block(recorded)) == text, "run: python -m fuselm.bench.readme"
+
+
+def test_a_copy_slower_than_a_smaller_one_is_no_ceiling() -> None:
+    rows = [{"bytes": n, "copy_us": us, "share_of_copy": 1.0} for n, us in ((100, 10.0), (200, 30.0), (300, 29.0))]
+    shares = [row["share_of_copy"] for row in without_false_ceilings(rows)]
+    assert shares == [1.0, None, 1.0]

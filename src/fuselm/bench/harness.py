@@ -219,14 +219,6 @@ class Timer:
 
 def empty_kernel(device: str | torch.device) -> Call:
     """The smallest launch there is, to say how much of a decode step's latency is launching at all."""
-    nothing = torch.empty(0, device=device)
-    launch = getattr(torch.ops.fuselm, "empty_launch", None)
-    if launch is not None:
-        try:
-            launch(nothing)
-            return lambda: launch(nothing)
-        except (RuntimeError, TypeError):  # built without it, or for other arguments
-            pass
     # A kernel of one thread that waits for 0 cycles.
     return lambda: torch.cuda._sleep(0)
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from fuselm.bench.peers import NAMES
-from fuselm.bench.report import Row, shape_text, write_whole
+from fuselm.bench.report import Row, shape_text, without_false_ceilings, write_whole
 
 BEGIN, END = "<!-- roofline:begin -->", "<!-- roofline:end -->"
 RECORD, PICTURE, README = Path("gpu/h200.json"), Path("gpu/roofline.png"), Path("README.md")
@@ -29,10 +29,11 @@ def block(record: Mapping[str, Any]) -> str:
     return "\n".join(
         [
             BEGIN,
-            f"Percent of the speed of a plain copy that moves the same bytes, {_machine(record)}. L2-cold medians; "
-            "the copy and every peer are measured in the same run; the best of a row is bold.",
+            f"Microseconds and, in brackets, percent of the speed of a plain copy that moves the same bytes, "
+            f"{_machine(record)}. L2-cold medians; the copy and every peer are measured in the same run; the fastest "
+            "of a row is bold. No percentage where the copy was slower a byte than a smaller one, and so no ceiling.",
             "",
-            *_roofline(record["rows"], present),
+            *_roofline(without_false_ceilings(record["rows"]), present),
             "",
             *_decode(record["decode"]),
             f"![Share of copy speed for each shape and implementation]({PICTURE.as_posix()})",
@@ -62,19 +63,26 @@ def _roofline(rows: Sequence[Row], impls: Sequence[str]) -> list[str]:
         key = (row["op"], row["pass"], row["case"], shape_text(row["shape"]), row["dtype"])
         groups.setdefault(key, {})[row["impl"]] = row
     lines = [
-        "| op | pass | case | shape | dtype | fuselm µs | " + " | ".join(TITLES[name] for name in impls) + " |",
-        "|---|---|---|---|---|" + "---:|" * (1 + len(impls)),
+        "| op | pass | case | shape | dtype | " + " | ".join(TITLES[name] for name in impls) + " |",
+        "|---|---|---|---|---|" + "---:|" * len(impls),
     ]
     for names, members in groups.items():
-        microseconds = f"{members['fused']['gpu_us']:.1f}" if "fused" in members else ""
-        lines.append(f"| {' | '.join(names)} | {microseconds} | {' | '.join(_shares(members, impls))} |")
+        lines.append(f"| {' | '.join(names)} | {' | '.join(_cells(members, impls))} |")
     return lines
 
 
-def _shares(members: Mapping[str, Row], impls: Sequence[str]) -> list[str]:
-    shares = {n: round(100 * row["share_of_copy"]) for n, row in members.items() if row["share_of_copy"] is not None}
-    best = max(shares.values(), default=0)
-    return [(f"**{shares[n]}**" if shares[n] == best else str(shares[n])) if n in shares else "" for n in impls]
+def _cells(members: Mapping[str, Row], impls: Sequence[str]) -> list[str]:
+    """Microseconds and, where there was a copy to compare with, percent of its speed; the fastest bold."""
+    best = min(row["gpu_us"] for row in members.values())
+    cells = []
+    for name in impls:
+        row = members.get(name)
+        if row is None:
+            cells.append("")
+            continue
+        share = "" if row["share_of_copy"] is None else f" ({100 * row['share_of_copy']:.0f})"
+        cells.append(f"**{row['gpu_us']:.1f}**{share}" if row["gpu_us"] == best else f"{row['gpu_us']:.1f}{share}")
+    return cells
 
 
 def _decode(rows: Sequence[Row]) -> list[str]:

@@ -35,7 +35,7 @@ Examples:
 
   fuselm bench kernels --quick
 
-  fuselm bench kernels --ops rms_norm --impl fused,torch --filter 32768x4096
+  fuselm bench kernels --ops rms_norm --impl fused,torch --filter residual
 
   fuselm bench kernels --json --out runs/h200 | tail -1
 """

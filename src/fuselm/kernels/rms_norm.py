@@ -18,7 +18,6 @@ x, weight and residual may each be fp32, fp16 or bf16. Knows numpy and no framew
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -30,6 +29,7 @@ MAX_RANK = 8
 # What torch means by eps=None: the epsilon of the type that is computed in, for every input dtype.
 DEFAULT_EPS = 2.0**-23
 SMALLEST_EPS = 2.0**-150  # what rounds to 0 in fp32
+LARGEST_FP32 = 2.0**128 - 2.0**104
 CAST_MODES = ("gemma", "llama")
 
 
@@ -45,10 +45,14 @@ def check(
     _check_dtypes({"x": x, "weight": weight, "residual": residual})
     _check_shapes(x, weight, residual)
     _check_devices(x, {"weight": weight, "residual": residual})
-    if eps is not None and not (math.isfinite(eps) and eps > SMALLEST_EPS):
+    for name, number in (("eps", eps), ("offset", offset)):
+        if not isinstance(number, int | float) and not (name == "eps" and number is None):
+            got = f"{name} of type {type(number).__name__}"
+            raise refuse(f"rms_norm: {name} must be a Python number", got, f"Pass a float for {name}.")
+    if eps is not None and not SMALLEST_EPS < eps <= LARGEST_FP32:
         rule = "rms_norm: eps must be a finite number above 0, also when it is rounded to fp32"
         raise refuse(rule, f"eps={eps}", "Pass eps=1e-6, or None for 2^-23.")
-    if not math.isfinite(offset) or (weight is None and offset != 0):
+    if not -LARGEST_FP32 <= offset <= LARGEST_FP32 or (weight is None and offset != 0):
         raise refuse(
             "rms_norm: offset must be a finite number, and 0 without a weight",
             f"offset={offset} {'with' if weight else 'without'} a weight",
@@ -259,6 +263,9 @@ BAD_CALLS = (
     BadCall("eps NaN", {"x": _X}, {"eps": float("nan")}, ("eps must be", "eps=nan")),
     BadCall("eps infinite", {"x": _X}, {"eps": float("inf")}, ("eps must be", "eps=inf")),
     BadCall("offset without weight", {"x": _X}, {"offset": 1.0}, ("0 without a weight", "offset=1.0")),
+    BadCall("eps above fp32", {"x": _X}, {"eps": 1e39}, ("rounded to fp32", "eps=1e+39")),
+    BadCall("eps no number", {"x": _X}, {"eps": "small"}, ("eps must be a Python number", "str")),
+    BadCall("offset None", {"x": _X, "weight": _W}, {"offset": None}, ("offset must be a Python number", "NoneType")),
     BadCall("offset NaN", {"x": _X, "weight": _W}, {"offset": float("nan")}, ("offset must be", "offset=nan")),
     BadCall("unknown cast mode", {"x": _X}, {"cast_mode": "none"}, ("cast_mode must be", "'none'")),
 )

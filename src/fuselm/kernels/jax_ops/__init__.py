@@ -35,6 +35,31 @@ def is_absent(array: Any) -> bool:
     return array is None or array.shape == (0,)
 
 
+def is_array(value: Any) -> bool:
+    """Whether this is what JAX computes with: a jax array, traced or not, or a numpy array."""
+    return isinstance(value, jax.Array | np.ndarray)
+
+
+def once_differentiable(op: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """The raw call, which refuses to be differentiated: the op's custom_vjp stands above it.
+
+    Left to itself JAX differentiates the batching rule inside, which calls itself, without end.
+    """
+
+    @jax.custom_jvp
+    def raw(*arrays: Any) -> Any:
+        return function(*arrays)
+
+    @raw.defjvp
+    def refuse_to(*_: Any) -> Any:
+        raise TypeError(
+            f"fuselm.jax.{op} has one derivative, in reverse, its backward being a kernel; got a double backward or a "
+            f"forward-mode derivative. Write the formula in jnp where you need one."
+        )
+
+    return raw
+
+
 @functools.cache
 def native_library() -> ctypes.CDLL | None:
     """The JAX binding, built when needed; None where there is no CUDA device or it cannot be built."""

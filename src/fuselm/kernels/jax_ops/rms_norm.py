@@ -16,7 +16,8 @@ import jax
 import jax.numpy as jnp
 
 from fuselm.kernels import rms_norm as contract
-from fuselm.kernels.jax_ops import ABSENT, absent, call, info, is_absent
+from fuselm.kernels.jax_ops import ABSENT, absent, call, info, is_absent, is_array, once_differentiable
+from fuselm.kernels.spec import refuse
 
 Scalars = tuple[float, float, bool]  # eps, offset, round_first
 
@@ -35,6 +36,10 @@ def rms_norm(
     Returns y in x's dtype; with `residual`, (y, x + residual), the sum in the residual's dtype. eps=None is 2^-23.
     cast_mode "gemma" multiplies before it rounds, "llama" rounds before it multiplies. Sums are fp32.
     """
+    for name, array in (("x", x), ("weight", weight), ("residual", residual)):
+        if not is_array(array) and (name == "x" or array is not None):
+            kind = type(array).__name__
+            raise refuse(f"rms_norm: {name} must be a jax or numpy array", f"a {kind}", f"Pass jnp.asarray({name}).")
     x_info = info(x)
     assert x_info is not None
     contract.check(x_info, info(weight), info(residual), eps, offset, cast_mode)
@@ -99,7 +104,7 @@ def _forward(scalars: Scalars) -> Any:
         y, residual_out, rstd = forward(x, weight, residual)
         return (y, residual_out, rstd), (True, not is_absent(residual_out), True)
 
-    return forward
+    return once_differentiable("rms_norm", forward)
 
 
 @functools.cache
@@ -126,7 +131,7 @@ def _backward(scalars: Scalars) -> Any:
         dx, dresidual, dweight = backward(*(_batched(size, b, t) for b, t in zip(batched, tensors, strict=True)))
         return (dx, dresidual, dweight), (True, not is_absent(dresidual), False)
 
-    return backward
+    return once_differentiable("rms_norm", backward)
 
 
 def _batched(size: int, is_batched: bool, array: Any) -> Any:

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from fuselm.kernels import rms_norm as contract
+from fuselm.kernels.spec import refuse
 from fuselm.kernels.torch_ops import (
     direct_apply,
     info,
-    is_plain_call,
+    is_transformed,
     load_cuda,
     refuse_second_gradient,
     register,
@@ -42,8 +43,13 @@ def rms_norm(
 
     Returns y in x's dtype; with `residual`, (y, x + residual), the sum in the residual's dtype. eps=None is 2^-23, as
     in torch. cast_mode "gemma" multiplies before it rounds (torch's order), "llama" rounds before it multiplies. Sums
-    are fp32 whatever autocast says; the result keeps x's dtype.
+    are fp32 whatever autocast says; the result keeps x's dtype. Inside torch.func transforms and forward-mode
+    differentiation the plain formula runs, with every derivative torch has.
     """
+    compiling = torch.compiler.is_compiling()
+    if not compiling and is_transformed():
+        _check(x, weight, residual, eps, offset, cast_mode)
+        return rms_norm_reference(x, weight, eps, residual=residual, offset=offset, cast_mode=cast_mode)
     # The fast path asks nothing it need not: the launcher refuses bad input, and only then check() looks for the words.
     try:
         round_first = _ROUND_FIRST[cast_mode]
@@ -53,16 +59,15 @@ def rms_norm(
             or (weight is not None and weight.requires_grad)
             or (residual is not None and residual.requires_grad)
         ):
-            plain = is_plain_call()
             if residual is None:
-                return (_apply if plain else _RMSNorm.apply)(x, weight, eps_value, offset, round_first)
-            apply = _apply_add if plain else _AddRMSNorm.apply
+                return (_RMSNorm.apply if compiling else _apply)(x, weight, eps_value, offset, round_first)
+            apply = _AddRMSNorm.apply if compiling else _apply_add
             return apply(x, weight, residual, eps_value, offset, round_first)
-        forward = _forward if torch.compiler.is_compiling() else _forward_now
+        forward = _forward if compiling else _forward_now
         if residual is None:
             return forward(x, weight, None, eps_value, offset, round_first, _Y)[0]
         return forward(x, weight, residual, eps_value, offset, round_first, _Y | _RESIDUAL_OUT)[:2]
-    except (RuntimeError, TypeError, KeyError) as caught:
+    except (RuntimeError, TypeError, KeyError, AttributeError, OverflowError) as caught:
         error = caught
     _check(x, weight, residual, eps, offset, cast_mode)
     # No CUDA implementation yet: this is the first CUDA tensor.
@@ -97,10 +102,13 @@ def rms_norm_reference(
 
 
 def _check(x: Any, weight: Any, residual: Any, eps: float | None, offset: float, cast_mode: str) -> None:
-    if isinstance(x, Tensor):
-        x_info = info(x)
-        assert x_info is not None
-        contract.check(x_info, info(weight), info(residual), eps, offset, cast_mode)
+    for name, tensor in (("x", x), ("weight", weight), ("residual", residual)):
+        if not isinstance(tensor, Tensor) and (name == "x" or tensor is not None):
+            kind = type(tensor).__name__
+            raise refuse(f"rms_norm: {name} must be a torch.Tensor", f"a {kind}", f"Pass torch.as_tensor({name}).")
+    x_info = info(x)
+    assert x_info is not None
+    contract.check(x_info, info(weight), info(residual), eps, offset, cast_mode)
 
 
 class _RMSNorm(torch.autograd.Function):

@@ -1,0 +1,84 @@
+"""What RMSNorm promises beyond the generic suite: transforms, second derivatives, calls with the wrong kind of thing.
+
+CPU only; the generic suite carries the numbers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from fuselm import ops
+from fuselm.kernels.spec import RefusedInput
+from fuselm.kernels.torch_ops.rms_norm import rms_norm_reference
+
+# Torch's own forward-mode rules are scripted, and torch warns of that.
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+
+X = torch.linspace(-2, 3, 24, dtype=torch.float32).reshape(3, 8)
+WEIGHT = torch.linspace(0.5, 1.5, 8)
+
+
+def loss(norm: Any) -> Any:
+    return lambda x: (norm(x, WEIGHT) ** 3).sum()
+
+
+def test_forward_mode_derivatives_are_those_of_the_formula() -> None:
+    tangent = torch.ones_like(X)
+    found = torch.func.jvp(loss(ops.rms_norm), (X,), (tangent,))[1]
+    assert torch.allclose(found, torch.func.jvp(loss(rms_norm_reference), (X,), (tangent,))[1])
+    assert found.abs() > 0
+
+
+def test_dual_numbers_keep_their_tangent() -> None:
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(X, torch.ones_like(X))
+        tangent = torch.autograd.forward_ad.unpack_dual(ops.rms_norm(dual, WEIGHT)).tangent
+    assert tangent is not None
+    assert tangent.abs().max() > 0
+
+
+@pytest.mark.parametrize(
+    "transform", [torch.func.grad, torch.func.hessian, lambda f: torch.func.vmap(torch.func.grad(f))]
+)
+def test_function_transforms_give_what_the_formula_gives(transform: Any) -> None:
+    assert torch.allclose(transform(loss(ops.rms_norm))(X), transform(loss(rms_norm_reference))(X), atol=1e-5)
+
+
+def test_a_weight_without_memory_is_refused() -> None:
+    with pytest.raises(RefusedInput, match="one device"):
+        ops.rms_norm(X, torch.empty(8, device="meta"))
+
+
+@pytest.mark.parametrize("wrong", [[1.0, 2.0], np.ones(8, np.float32), 3.0])
+def test_what_is_no_tensor_is_named(wrong: Any) -> None:
+    with pytest.raises(RefusedInput, match=r"x must be a torch\.Tensor; got a " + type(wrong).__name__):
+        ops.rms_norm(wrong)
+    with pytest.raises(RefusedInput, match=r"weight must be a torch\.Tensor"):
+        ops.rms_norm(X, wrong)
+
+
+def test_jax_refuses_a_second_derivative_at_once() -> None:
+    jax = pytest.importorskip("jax")
+    import fuselm.jax
+
+    x = jax.numpy.asarray(X.numpy())
+
+    def jax_loss(x: Any) -> Any:
+        return (fuselm.jax.rms_norm(x) ** 3).sum()
+
+    for twice in (jax.hessian(jax_loss), jax.grad(lambda x: jax.grad(jax_loss)(x).sum())):
+        with pytest.raises(TypeError, match="has one derivative"):
+            twice(x)
+
+
+@pytest.mark.parametrize("wrong", [None, [1.0], X])
+def test_jax_names_what_is_no_array(wrong: Any) -> None:
+    pytest.importorskip("jax")
+    import fuselm.jax
+
+    with pytest.raises(RefusedInput, match="x must be a jax or numpy array; got a " + type(wrong).__name__):
+        fuselm.jax.rms_norm(wrong)
