@@ -31,7 +31,7 @@ def measure(op: OpSpec, device: str, impls: Sequence[str], timer: Timer, results
             for case in op.decode_cases:
                 _decode(op, case, device, impls, timer, results, device_name)
     with timer.lane():
-        _host(op, device, timer, results, device_name)
+        _host(op, device, impls, timer, results, device_name)
     timer.release()
 
 
@@ -57,11 +57,12 @@ def _decode(
         results.decode.append(as_row(row, DECODE_FIELDS))
 
 
-def _host(op: OpSpec, device: str, timer: Timer, results: Results, device_name: str) -> None:
+def _host(op: OpSpec, device: str, impls: Sequence[str], timer: Timer, results: Results, device_name: str) -> None:
     """Host time of one call, without and with grad. The two are timed in turn, so that both meet the same weather."""
     case = min(op.decode_cases or op.bench_cases, key=lambda case: case.size)
     fused = peers.implementations(op.name, case, device, ("fused",))["fused"]
-    calls = {"fused": fused, "torch": peers.Peer(peers.bare_torch(op.name, case))}
+    both = {"fused": fused, "torch": peers.Peer(peers.bare_torch(op.name, case))}
+    calls = {name: peer for name, peer in both.items() if name in impls}
     samples: dict[str, dict[str, list[float]]] = {name: {"call_us": [], "call_grad_us": []} for name in calls}
     for _ in range(HOST_ROUNDS if timer.on_gpu else 1):
         for name, peer in calls.items():
