@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 
@@ -61,14 +63,27 @@ def test_copy_time_moves_the_bytes_asked_for_and_measures_each_size_at_one_time(
 ) -> None:
     timer, copied = Timer("cpu"), []
 
-    def noted(fn) -> harness.Timing:
+    def noted(fn, capture) -> harness.Timing:
         copied.append(fn().nbytes)
         return harness.Timing(1.0, 1.0, 1.0, False)
 
     monkeypatch.setattr(timer, "device_time", noted)
     for nbytes in (4096, 4096, 8192):
         timer.copy_time(nbytes)
-    assert copied == [2048, 2048, 4096, 4096]  # to two places; read and written: twice these bytes in all
+    assert copied == [2048, 4096]  # read and written: twice these bytes in all
+
+
+def test_the_ceiling_is_the_faster_of_a_copy_in_a_graph_and_one_called(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    timer = Timer("cpu")
+    monkeypatch.setattr(timer, "on_gpu", True)
+    monkeypatch.setattr(timer, "lane", contextlib.nullcontext)
+    for in_graph, called in ((3.0, 2.0), (2.0, 3.0)):
+        times = {True: in_graph, False: called}
+        monkeypatch.setattr(timer, "_copies", {})
+        monkeypatch.setattr(timer, "device_time", lambda fn, capture, t=times: harness.Timing(t[capture], 0, 0, False))
+        assert timer.copy_time(4096).us == 2.0
 
 
 def test_latency_percentiles_on_a_cpu(clock: PretendedClock) -> None:

@@ -82,14 +82,14 @@ class Timer:
             yield
         torch.cuda.current_stream(self.device).wait_stream(self.stream)
 
-    def device_time(self, fn: Call) -> Timing:
-        """How long the device works on one call."""
+    def device_time(self, fn: Call, capture: bool = True) -> Timing:
+        """How long the device works on one call, as a CUDA graph unless told otherwise or it cannot be captured."""
         if not self.on_gpu:
             samples = self._cpu_samples(fn)
             return _timing(samples, graph=False)
         with self.lane():
             self._warm_up(fn)
-            graph = self._capture(fn, calls=1)
+            graph = self._capture(fn, calls=1) if capture else None
             samples = self._cold_samples(fn if graph is None else graph.replay, spin=graph is None)
         return _timing(samples, graph=graph is not None)
 
@@ -110,9 +110,9 @@ class Timer:
         """The ceiling: a bf16 copy that reads and writes `nbytes` in all. Measured once for each size.
 
         A ceiling that is too low flatters every kernel, and on an H200 the driver's copy had two ways to be slow: of
-        536,879,104 bytes (a norm with its weight) it took half as long again as of 512 MiB, and so did any copy of
-        exactly 1 or 2 GiB, whose halves lie a power of two apart. So sizes are rounded to whole MiB, and the faster of
-        two targets counts, the second 3 MiB further on.
+        536,879,104 bytes (a norm with its weight) it took half as long again as of 512 MiB, and as a node of a graph a
+        copy of 1 GiB took 392 us, called 256. So sizes are rounded to whole MiB, and the faster of graph and call
+        counts.
         """
         elements = max(nbytes // 4, 1)
         if elements > 16 * COPY_GRAIN:
@@ -120,9 +120,8 @@ class Timer:
         if elements not in self._copies:
             with self.lane():
                 source = torch.empty(elements, dtype=torch.bfloat16, device=self.device).normal_()
-                room = torch.empty(elements + 3 * COPY_GRAIN, dtype=torch.bfloat16, device=self.device)
-                targets = (room[:elements], room[3 * COPY_GRAIN :])
-                timings = [self.device_time(functools.partial(target.copy_, source)) for target in targets]
+                copy = functools.partial(torch.empty_like(source).copy_, source)
+                timings = [self.device_time(copy, capture) for capture in ((True, False) if self.on_gpu else (False,))]
                 self._copies[elements] = min(timings, key=lambda timing: timing.us)
         return self._copies[elements]
 

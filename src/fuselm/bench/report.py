@@ -133,7 +133,7 @@ def without_false_ceilings(rows: Sequence[Row]) -> list[Row]:
     """The rows, without copy and share where the copy cannot have been a ceiling.
 
     Copies get faster with size. One that moved its bytes a tenth slower than a smaller copy of the same run met
-    something else (on an H200, targets a power of two away from their source), and a share of it would flatter.
+    something else (on an H200, 1 and 2 GiB as nodes of a CUDA graph), and a share of it would flatter.
     """
     speeds = sorted({(row["bytes"], row["bytes"] / row["copy_us"]) for row in rows if row["copy_us"]})
     fastest, false = 0.0, set()
