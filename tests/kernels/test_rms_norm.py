@@ -1,6 +1,6 @@
 """What RMSNorm promises beyond the generic suite: transforms, second derivatives, calls with the wrong kind of thing.
 
-CPU only; the generic suite carries the numbers.
+The generic suite carries the numbers. On a GPU: corners of the kernels that only raw calls or odd bits reach.
 """
 
 from __future__ import annotations
@@ -82,3 +82,33 @@ def test_jax_names_what_is_no_array(wrong: Any) -> None:
 
     with pytest.raises(RefusedInput, match="x must be a jax or numpy array; got a " + type(wrong).__name__):
         fuselm.jax.rms_norm(wrong)
+
+
+@pytest.mark.gpu
+def test_rms_norm_of_a_row_alone_has_the_bits_it_has_among_many_signs_of_zero_too(cuda: str) -> None:
+    x = torch.linspace(-2, 3, 1000 * 1024, device=cuda).reshape(1000, 1024).to(torch.bfloat16)
+    weight = torch.full((1024,), -0.0, dtype=torch.bfloat16, device=cuda)
+    alone, among = ops.rms_norm(x[:1], weight)[0], ops.rms_norm(x, weight)[0]
+    assert torch.equal(alone.view(torch.int16), among.view(torch.int16))
+    assert not torch.signbit(alone[0])  # -2 times -0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("width", [7, 8])
+def test_rms_norm_backward_fills_the_gradient_of_the_residual_when_it_is_asked_for(cuda: str, width: int) -> None:
+    dy, h = (torch.randn(3, width, device=cuda) for _ in range(2))
+    rstd, weight = torch.ones(3, device=cuda), torch.ones(width, device=cuda)
+    dx, dresidual, _ = torch.ops.fuselm.rms_norm_backward(dy, h, rstd, weight, None, 0.0, 0b011)
+    assert torch.equal(dx, dresidual)
+
+
+@pytest.mark.gpu
+def test_rms_norm_backward_refuses_tensors_that_do_not_belong_together(cuda: str) -> None:
+    dy, h = torch.randn(3, 8, device=cuda).to(torch.bfloat16), torch.randn(3, 8, device=cuda)
+    rstd, of_h = torch.ones(3, device=cuda), torch.randn(3, 8, device=cuda)
+    backward = torch.ops.fuselm.rms_norm_backward
+    backward(dy, h, rstd, None, of_h, 0.0, 0b011)
+    with pytest.raises(RuntimeError, match="a kernel was refused"):
+        backward(dy, h, rstd, None, of_h.to(torch.bfloat16), 0.0, 0b011)
+    with pytest.raises(RuntimeError, match="a kernel was refused"):
+        backward(dy, h, torch.ones(6, device=cuda)[::2], None, of_h, 0.0, 0b011)

@@ -64,21 +64,25 @@ __device__ inline float rounded(float v) {
   return to_float(from_float<T>(v));
 }
 
-// Sixteen bytes as kVec<T> numbers. The union is how a 16-byte load becomes typed values without a copy.
-template <typename T>
-union Pack {
-  uint4 raw;
-  T value[kVec<T>];
-
-  __device__ Pack() {}
-};
+// The two numbers of a word. By bits: taking a bf16 out of a union costs the compiler two more instructions each.
+__device__ inline void unpack_pair(uint32_t word, float& low, float& high, bf16) {
+  low = __uint_as_float(word << 16);
+  high = __uint_as_float(word & 0xffff0000u);
+}
+__device__ inline void unpack_pair(uint32_t word, float& low, float& high, fp16) {
+  const float2 pair = __half22float2(*reinterpret_cast<const __half2*>(&word));
+  low = pair.x, high = pair.y;
+}
 
 template <typename T>
 __device__ inline void unpack(const uint4& raw, float (&out)[kVec<T>]) {
-  Pack<T> pack;
-  pack.raw = raw;
-#pragma unroll
-  for (int i = 0; i < kVec<T>; ++i) out[i] = to_float(pack.value[i]);
+  if constexpr (sizeof(T) == 4) {
+    out[0] = __uint_as_float(raw.x), out[1] = __uint_as_float(raw.y);
+    out[2] = __uint_as_float(raw.z), out[3] = __uint_as_float(raw.w);
+  } else {
+    unpack_pair(raw.x, out[0], out[1], T{}), unpack_pair(raw.y, out[2], out[3], T{});
+    unpack_pair(raw.z, out[4], out[5], T{}), unpack_pair(raw.w, out[6], out[7], T{});
+  }
 }
 
 // Two numbers a conversion: the instruction that rounds also packs.
@@ -103,45 +107,128 @@ __device__ inline uint4 packed(const float (&in)[kVec<T>]) {
 
 // ---- memory --------------------------------------------------------------------------------------------------------
 
-// What is read once is the first to leave L2: then what has just been written is still there when the next kernel reads
-// it, and is not written back while this one still wants the memory.
-__device__ inline uint64_t evict_first() {
-  uint64_t policy = 0;
+// What L2 does with lines that are read. Tensors larger than L2 are read as what leaves it last: what leaves is then
+// what has been written, soon and in order, and a kernel that reads once and writes once gains 4 % on an H200; marked
+// to leave first, reads cost it 4 %. Smaller tensors are read as usual, so that what is written stays for the next
+// kernel.
+__device__ inline uint64_t read_policy(bool larger_than_l2) {
+  uint64_t last = 0, normal = 0;
 #if __CUDA_ARCH__ >= 800
-  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(last));
+  asm("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(normal));
 #endif
-  return policy;
+  return larger_than_l2 ? last : normal;
 }
 
-// Sixteen bytes that this kernel reads once: past L1, and by evict_first().
-__device__ inline uint4 load_streaming(const void* address) {
-  uint4 v;
+__device__ inline uint4 load_vector(const void* address) { return *static_cast<const uint4*>(address); }
+
+__device__ inline uint4 load_vector(const void* address, uint64_t policy) {
 #if __CUDA_ARCH__ >= 800
-  asm volatile("ld.global.L1::no_allocate.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
+  uint4 v;
+  asm volatile("ld.global.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "l"(address), "l"(evict_first()));
+               : "l"(address), "l"(policy));
+  return v;
 #else
-  v = *static_cast<const uint4*>(address);
+  return load_vector(address);
 #endif
+}
+
+// The same for what will be read twice: the first time it is to stay in L1 too, the second time it may go.
+__device__ inline uint4 load_vector_first(const void* address, uint64_t policy) {
+#if __CUDA_ARCH__ >= 800
+  uint4 v;
+  asm volatile("ld.global.L1::evict_last.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(address), "l"(policy));
+  return v;
+#else
+  return load_vector(address);
+#endif
+}
+__device__ inline uint4 load_vector_again(const void* address) {
+  uint4 v;
+  asm volatile("ld.global.L1::evict_first.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(address));
+  return v;
+}
+
+// The same by the read-only path, asked for here and not where the compiler would: it moves an ordinary load to just
+// before its use, behind barriers too.
+__device__ inline uint4 load_constant_now(const void* address) {
+  uint4 v;
+  asm volatile("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(address));
   return v;
 }
 
 __device__ inline void store_vector(void* address, const uint4& v) { *static_cast<uint4*>(address) = v; }
 
-// Sixteen bytes from global to this thread's place in shared memory, without passing through registers. Only the
-// thread that asked may read them back after copy_async_wait: no barrier is needed, and none is given. (No evict_first
-// here: with a cache hint ptxas 13.0 writes a descriptor in an odd uniform register, and the copy faults.)
+// Rows come to shared memory in one of two ways. From sm_90 on a copy engine brings runs of bytes; a barrier in shared
+// memory counts them, one thread announces and asks, all wait. Before that (copy_async) each thread asks for the 16
+// bytes it will read itself, and waits for its own: no barrier is needed, and none is given.
+#if __CUDA_ARCH__ >= 900
+constexpr bool kCopyEngine = true;
+#else
+constexpr bool kCopyEngine = false;
+#endif
+
+__device__ inline uint32_t shared_address(const void* pointer) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+// One arrival makes the barrier's first phase complete, once the bytes announced with it are there too.
+__device__ inline void init_barrier(uint64_t* barrier) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(barrier)) : "memory");
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+#endif
+}
+
+__device__ inline void expect_bytes(uint64_t* barrier, uint32_t bytes) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
+               : "memory");
+#endif
+}
+
+// A run of bytes, a multiple of 16 at a multiple of 16, from global to shared memory by the copy engine. Fastest at
+// multiples of 128 in shared memory.
+__device__ inline void copy_bulk(void* shared, const void* global, uint32_t bytes, uint64_t* barrier, uint64_t policy) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::
+          "r"(shared_address(shared)),
+      "l"(global), "r"(bytes), "r"(shared_address(barrier)), "l"(policy)
+      : "memory");
+#endif
+}
+
+// Waits until the phase of this parity is complete: 0 for the first time a barrier is used, 1 for the second, ...
+__device__ inline void wait_for_bytes(uint64_t* barrier, uint32_t parity) {
+#if __CUDA_ARCH__ >= 900
+  uint32_t done = 0;
+  while (!done) {
+    asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+                 : "=r"(done)
+                 : "r"(shared_address(barrier)), "r"(parity)
+                 : "memory");
+  }
+#endif
+}
+
 __device__ inline void copy_async(void* shared, const void* global) {
 #if __CUDA_ARCH__ >= 800
-  const uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(address), "l"(global) : "memory");
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(shared)), "l"(global) : "memory");
 #else
   *static_cast<uint4*>(shared) = *static_cast<const uint4*>(global);
 #endif
 }
 
 __device__ inline void copy_async_commit() {
-#if __CUDA_ARCH__ >= 800
+#if __CUDA_ARCH__ >= 800 && __CUDA_ARCH__ < 900
   asm volatile("cp.async.commit_group;" ::: "memory");
 #endif
 }
@@ -149,43 +236,8 @@ __device__ inline void copy_async_commit() {
 // Waits until at most kPending of this thread's committed groups are still under way.
 template <int kPending>
 __device__ inline void copy_async_wait() {
-#if __CUDA_ARCH__ >= 800
+#if __CUDA_ARCH__ >= 800 && __CUDA_ARCH__ < 900
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
-#endif
-}
-
-// A barrier in shared memory that counts bytes: one thread announces how many are to come, the copy engine of sm_90
-// brings them, all wait. Used once, then thrown away.
-__device__ inline void expect_bytes(uint64_t* barrier, uint32_t bytes) {
-#if __CUDA_ARCH__ >= 900
-  const uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(barrier));
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(address) : "memory");
-  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(address), "r"(bytes) : "memory");
-#endif
-}
-
-// A run of bytes, a multiple of 16 at a multiple of 16, from global to shared memory by the copy engine.
-__device__ inline void copy_bulk(void* shared, const void* global, uint32_t bytes, uint64_t* barrier) {
-#if __CUDA_ARCH__ >= 900
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::
-          "r"(static_cast<uint32_t>(__cvta_generic_to_shared(shared))),
-      "l"(global), "r"(bytes), "r"(static_cast<uint32_t>(__cvta_generic_to_shared(barrier))), "l"(evict_first())
-      : "memory");
-#endif
-}
-
-__device__ inline void wait_for_bytes(uint64_t* barrier) {
-#if __CUDA_ARCH__ >= 900
-  const uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(barrier));
-  uint32_t done = 0;
-  while (!done) {
-    asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], 0; selp.u32 %0, 1, 0, p; }"
-                 : "=r"(done)
-                 : "r"(address)
-                 : "memory");
-  }
 #endif
 }
 
@@ -195,6 +247,11 @@ __device__ inline void allow_next_kernel() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
+
+// Has a parameter of the kernel read here and now: its line of the constant cache is cold when a kernel starts, and a
+// kernel that waits for another has the time to fetch it.
+__device__ inline void warm(const void* parameter) { asm volatile("" ::"l"(parameter)); }
+__device__ inline void warm(float parameter) { asm volatile("" ::"f"(parameter)); }
 
 __device__ inline void wait_for_previous_kernel() {
 #if __CUDA_ARCH__ >= 900
@@ -232,10 +289,24 @@ __device__ inline float row_sum(float v, float* scratch) {
 
 // ---- the device ----------------------------------------------------------------------------------------------------
 
+// Threads a multiprocessor holds, for __launch_bounds__: asking for more blocks than fit is a warning of the assembler.
+#if __CUDA_ARCH__ == 750
+constexpr int kResidentThreads = 1024;
+#elif __CUDA_ARCH__ == 860 || __CUDA_ARCH__ == 870 || __CUDA_ARCH__ == 890 || __CUDA_ARCH__ >= 1200
+constexpr int kResidentThreads = 1536;
+#else
+constexpr int kResidentThreads = 2048;
+#endif
+
+constexpr int fitting_blocks(int threads, int blocks) {
+  return blocks * threads <= kResidentThreads ? blocks : kResidentThreads / threads;
+}
+
 struct DeviceFacts {
   int multiprocessors = 0;
   int shared_bytes = 0;  // the most one block can have
-  int capability = 0;    // 90 for sm_90
+  int l2_bytes = 0;
+  int capability = 0;  // 90 for sm_90
 };
 
 constexpr int kMaxDevices = 64;
@@ -249,6 +320,7 @@ inline const DeviceFacts& device_facts(int device) {
     int major = 0, minor = 0;
     cudaDeviceGetAttribute(&f.multiprocessors, cudaDevAttrMultiProcessorCount, device);
     cudaDeviceGetAttribute(&f.shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+    cudaDeviceGetAttribute(&f.l2_bytes, cudaDevAttrL2CacheSize, device);
     cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
     cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
     f.capability = 10 * major + minor;
@@ -282,13 +354,17 @@ class DeviceGuard {
 
 inline int64_t at_most(int64_t value, int64_t limit) { return value < limit ? value : limit; }
 
-// Raises a kernel's limit of dynamic shared memory, once per device; `allowed` remembers, one static array per kernel.
+// Raises a kernel's limit of dynamic shared memory to what a device has, less `kOwnShared` for the kernel's own arrays;
+// once per device, `allowed` remembers, one static array per kernel. Always to the same limit: threads may race here.
+constexpr int kOwnShared = 1024;
+
 template <typename Kernel>
-bool allow_shared(Kernel kernel, int device, int64_t bytes, std::atomic<int64_t> (&allowed)[kMaxDevices]) {
-  if (bytes <= allowed[device].load(std::memory_order_relaxed)) return true;
-  const int wanted = static_cast<int>(bytes);
-  if (cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, wanted) != cudaSuccess) return false;
-  allowed[device].store(bytes, std::memory_order_relaxed);
+bool allow_shared(Kernel kernel, int device, int64_t bytes, std::atomic<bool> (&allowed)[kMaxDevices]) {
+  const int most = device_facts(device).shared_bytes - kOwnShared;
+  if (bytes > most) return false;
+  if (allowed[device].load(std::memory_order_relaxed)) return true;
+  if (cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most) != cudaSuccess) return false;
+  allowed[device].store(true, std::memory_order_relaxed);
   return true;
 }
 

@@ -12,8 +12,7 @@
 
 namespace fuselm {
 
-// ---- addressing
-// ------------------------------------------------------------------------------------------------------
+// ---- addressing ----
 
 // Division of a row number below 2^31 by a constant, as a multiplication (Granlund and Montgomery 1994).
 struct Divisor {
@@ -35,6 +34,7 @@ struct Rows {
   char* data = nullptr;
   DType dtype = DType::kAbsent;
   bool vectors = true;        // whole, aligned vectors and row() may be called; if not: any_row(), element by element
+  bool adjacent = false;      // rows follow one another without a gap
   int32_t outer = 1;          // row dimensions left after folding
   int64_t column_stride = 1;  // in elements
   int64_t sizes[kMaxRank - 1] = {};
@@ -43,8 +43,11 @@ struct Rows {
 
   __host__ __device__ bool present() const { return dtype != DType::kAbsent; }
 
-  __device__ char* row(int64_t index) const {
-    if (outer == 1) return data + index * strides[0];
+  __device__ char* row(int64_t index) const { return outer == 1 ? data + index * strides[0] : folded_row(index); }
+
+  // Out of line: inlined wherever a row is asked for it was half of the code, and a kernel's first microsecond goes by
+  // waiting for code.
+  __device__ __noinline__ char* folded_row(int64_t index) const {
     char* at = data;
     uint32_t rest = static_cast<uint32_t>(index);
 #pragma unroll
@@ -101,6 +104,7 @@ inline Rows make_rows(const TensorView& view, int64_t width, int vec) {
     rows.vectors &= rows.strides[d] % 16 == 0;
     count *= rows.sizes[d] > 0 ? rows.sizes[d] : 1;
   }
+  rows.adjacent = rows.outer == 1 && rows.strides[0] == width * element_bytes(view.dtype);
   if (rows.outer > 1) rows.vectors &= rows.outer <= kFastDims && count < (int64_t{1} << 31);
   for (int d = 0; rows.vectors && rows.outer > 1 && d < rows.outer; ++d) {
     rows.divisors[d] = Divisor(static_cast<uint32_t>(rows.sizes[d]));
@@ -108,6 +112,7 @@ inline Rows make_rows(const TensorView& view, int64_t width, int vec) {
   return rows;
 }
 
+// One element of a small tensor whose dtype is known only at run time.
 __device__ inline float element(const char* row, DType dtype, int64_t index) {
   if (dtype == DType::kFloat32) return reinterpret_cast<const float*>(row)[index];
   return dtype == DType::kBFloat16 ? to_float(reinterpret_cast<const bf16*>(row)[index])
@@ -128,12 +133,8 @@ __device__ inline void set_element(char* row, DType dtype, int64_t index, float 
 template <typename T, int N>
 __device__ inline void load_floats(const void* from, float (&out)[N]) {
   if constexpr (N * sizeof(T) == 8) {
-    union {
-      uint2 raw;
-      T value[N];
-    } pack = {*static_cast<const uint2*>(from)};
-#pragma unroll
-    for (int i = 0; i < N; ++i) out[i] = to_float(pack.value[i]);
+    const uint2 raw = *static_cast<const uint2*>(from);
+    unpack_pair(raw.x, out[0], out[1], T{}), unpack_pair(raw.y, out[2], out[3], T{});
   } else {
 #pragma unroll
     for (int piece = 0; piece < N / kVec<T>; ++piece) {
@@ -191,6 +192,17 @@ inline bool same_sizes(const TensorView& a, const TensorView& b) {
   return same;
 }
 
+// One number for each row of x, without gaps.
+inline bool is_row_stat(const TensorView& stat, const TensorView& x) {
+  bool fits = stat.rank == x.rank - 1;
+  int64_t stride = 1;
+  for (int d = stat.rank - 1; fits && d >= 0; --d) {
+    fits = stat.sizes[d] == x.sizes[d] && (stat.sizes[d] == 1 || stat.strides[d] == stride);
+    stride *= stat.sizes[d];
+  }
+  return fits;
+}
+
 inline int64_t count_rows(const TensorView& x) {
   int64_t rows = 1;
   for (int d = 0; d < x.rank - 1; ++d) rows *= x.sizes[d];
@@ -199,14 +211,19 @@ inline int64_t count_rows(const TensorView& x) {
 
 // ---- who owns what ----
 
-template <int lanes, int vecs, int threads, int blocks, bool lean = false>
+enum class Kind {
+  kMany,  // compiled for throughput
+  kSoon,  // for a few rows: compiled for what comes soonest
+};
+
+template <int lanes, int vecs, int threads, int blocks, Kind kind = Kind::kMany>
 struct Config {
   static constexpr int kLanes = lanes;      // threads that own a row
   static constexpr int kVecs = vecs;        // vectors of the row each of them holds
   static constexpr int kThreads = threads;  // threads of a block
-  static constexpr int kBlocks = blocks;  // blocks wanted on a multiprocessor: what the compiler may spend registers by
-  static constexpr bool kLean = lean;     // compiled for the usual arguments alone
-  static constexpr int kGroups = threads / lanes;
+  static constexpr int kBlocks = blocks;    // of a multiprocessor: what the compiler may spend registers by
+  static constexpr Kind kKind = kind;
+  static constexpr int kGroups = threads / lanes;  // rows of a block
 };
 
 template <typename... Configs>
@@ -218,12 +235,42 @@ struct ConfigList {
   }
 };
 
+// ---- rows in shared memory ----
+
+// Whether this thread takes part in fetch_rows.
+__device__ inline bool fetches() { return !kCopyEngine || threadIdx.x == 0; }
+
+// Brings `count` rows from `first` on into shared memory, one after another. kBytes is what a vector has in this
+// tensor.
+template <typename C, int kBytes>
+__device__ inline void fetch_rows(const Rows& from, int64_t first, int count, int vectors, char* to, uint64_t* barrier,
+                                  uint64_t policy) {
+  const int bytes = vectors * kBytes;
+  if constexpr (kCopyEngine) {
+    // Rows without a gap are one long run: 4 % faster than a request a row in backward at a width of 1024.
+    const int runs = from.adjacent ? 1 : count;
+    const uint32_t run_bytes = from.adjacent ? count * bytes : bytes;
+#pragma unroll 1
+    for (int r = 0; r < runs; ++r) copy_bulk(to + r * bytes, from.row(first + r), run_bytes, barrier, policy);
+  } else {
+    const int group = threadIdx.x / C::kLanes;
+    if (group >= count) return;
+    const char* row = from.row(first + group);
+#pragma unroll 1
+    for (int at = threadIdx.x % C::kLanes; at < vectors; at += C::kLanes) {
+#pragma unroll
+      for (int o = 0; o < kBytes; o += 16) copy_async(to + group * bytes + at * kBytes + o, row + at * kBytes + o);
+    }
+  }
+}
+
 // ---- rows that wait ----
 
 // How a vector waits for its row's sum: as it came, or in fp32 when the residual is fp32 and x is not.
 template <typename X>
 struct PackedVector {
   uint4 raw;
+  __device__ void load(const char* from) { raw = load_vector(from); }
   __device__ void get(float (&out)[kVec<X>]) const { unpack<X>(raw, out); }
   __device__ void set(const float (&in)[kVec<X>]) { raw = packed<X>(in); }
 };
@@ -231,6 +278,7 @@ struct PackedVector {
 template <typename X>
 struct FloatVector {
   float value[kVec<X>];
+  __device__ void load(const char* from) { load_floats<float>(from, value); }
   __device__ void get(float (&out)[kVec<X>]) const {
 #pragma unroll
     for (int i = 0; i < kVec<X>; ++i) out[i] = value[i];
@@ -251,19 +299,25 @@ struct Loaded {
   uint4 x;
   uint4 residual[kResidual ? kPieces : 1];
 
-  __device__ void load(const char* x_at, const char* residual_at) {
-    x = load_streaming(x_at);
-    if constexpr (kResidual) {
+  // With a policy for L2 where it comes from global memory and is not waited for.
+  template <typename... Policy>
+  __device__ void load(const char* x_at, const char* residual_at, Policy... policy) {
+    x = load_vector(x_at, policy...);
 #pragma unroll
-      for (int p = 0; p < kPieces; ++p) residual[p] = load_streaming(residual_at + p * 16);
-    }
+    for (int p = 0; kResidual && p < kPieces; ++p) residual[p] = load_vector(residual_at + p * 16, policy...);
   }
 
-  // Past the row's end: zeros, which add nothing to the sum of squares.
-  __device__ void clear() {
-    x = make_uint4(0, 0, 0, 0);
+  // Zeros past the row's end: they add nothing to a sum, so that all lanes can go on together and only loads and stores
+  // ask where the row ends.
+  template <typename... Policy>
+  __device__ void load_if(bool live, const char* x_at, const char* residual_at, Policy... policy) {
+    if (live) {
+      load(x_at, residual_at, policy...);
+    } else {
+      x = make_uint4(0, 0, 0, 0);
 #pragma unroll
-    for (auto& piece : residual) piece = make_uint4(0, 0, 0, 0);
+      for (auto& piece : residual) piece = make_uint4(0, 0, 0, 0);
+    }
   }
 
   // h, rounded as the residual is: what is normalised is exactly what is returned, so backward can start from it.
@@ -298,56 +352,172 @@ __device__ inline void load_weight(const char* weight, DType dtype, float offset
   }
 }
 
+// The same for all vectors of a lane, anything finite past the row's end. The dtype is asked for once, so that all
+// loads are under way together: one after another they take a microsecond each when the weight is not in L2.
+template <typename X, typename C, int N>
+__device__ inline void load_weights(const char* weight, DType dtype, float offset, int lane, int vectors,
+                                    float (&out)[C::kVecs][N]) {
+  auto load = [&](auto zero) {
+    using T = decltype(zero);
+#pragma unroll
+    for (int v = 0; v < C::kVecs; ++v) {
+      const int at = lane + v * C::kLanes;
+#pragma unroll
+      for (int i = 0; i < N; ++i) out[v][i] = 0.0f;
+      if (at < vectors) load_floats<T>(weight + at * N * static_cast<int>(sizeof(T)), out[v]);
+#pragma unroll
+      for (int i = 0; i < N; ++i) out[v][i] += offset;
+    }
+  };
+  if (dtype == kDType<X>) {
+    load(X{});
+  } else if (dtype == DType::kAbsent) {
+#pragma unroll
+    for (auto& vector : out) {
+#pragma unroll
+      for (float& one : vector) one = 1.0f;
+    }
+  } else if (dtype == DType::kFloat32) {
+    load(float{});
+  } else if (dtype == DType::kBFloat16) {
+    load(bf16{});
+  } else {
+    load(fp16{});
+  }
+}
+
 __device__ inline float round_to(DType dtype, float v) {
   if (dtype == DType::kFloat32) return v;
   return dtype == DType::kBFloat16 ? rounded<bf16>(v) : rounded<fp16>(v);
 }
 
-// offset + weight of one column; 1 where there is no weight.
-__device__ inline float element_of_weight(const Rows& weight, float offset, int64_t column) {
-  return weight.present() ? element(weight.data, weight.dtype, column * weight.column_stride) + offset : 1.0f;
+// ---- rows that are no vectors ----
+
+// Columns first, first + step, ... below end.
+struct Span {
+  int first, step, end;
+  __device__ int column(int i) const { return first + i * step; }
+  __device__ bool has(int i) const { return column(i) < end; }
+};
+
+// What lane `lane` of a row of odd width, strides or alignment takes of the N * kLanes columns from `base` on. Where
+// the width is whole vectors it is the vector the lane would own, in the same order, so that a row's sum has the same
+// bits as from aligned rows. Other widths have no such kernel, and neighbouring lanes take neighbouring elements.
+template <int N, int kLanes>
+__device__ inline Span span_of(int lane, int base, int width) {
+  return width % N == 0 ? Span{base + lane * N, 1, width} : Span{base + lane, kLanes, width};
+}
+
+// The elements of a span, zeros past its end. One branch on the dtype for all of them.
+template <int N>
+__device__ inline void load_elements(const char* row, DType dtype, int64_t column_stride, const Span& span,
+                                     float (&out)[N]) {
+  auto load = [&](auto zero) {
+    const auto* at = reinterpret_cast<const decltype(zero)*>(row) + span.first * column_stride;
+    const int64_t step = span.step * column_stride;
+#pragma unroll
+    for (int i = 0; i < N; ++i) out[i] = span.has(i) ? to_float(at[i * step]) : 0.0f;
+  };
+  if (dtype == DType::kFloat32) {
+    load(float{});
+  } else if (dtype == DType::kBFloat16) {
+    load(bf16{});
+  } else {
+    load(fp16{});
+  }
+}
+
+// Into a contiguous row.
+template <int N>
+__device__ inline void store_elements(char* row, DType dtype, const Span& span, const float (&in)[N]) {
+  auto store = [&](auto zero) {
+    using T = decltype(zero);
+    T* at = reinterpret_cast<T*>(row) + span.first;
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      if (span.has(i)) at[i * span.step] = from_float<T>(in[i]);
+    }
+  };
+  if (dtype == DType::kFloat32) {
+    store(float{});
+  } else if (dtype == DType::kBFloat16) {
+    store(bf16{});
+  } else {
+    store(fp16{});
+  }
+}
+
+// A tensor of dtype X, its rows a constant stride apart, its columns next to each other.
+template <typename X>
+bool is_plain(const Rows& rows) {
+  return rows.dtype == kDType<X> && rows.outer == 1 && rows.column_stride == 1;
+}
+
+// offset + weight of the span's columns; 1 where there is no weight. kPlain: is_plain<X>(weight).
+template <bool kPlain, typename X, int N>
+__device__ inline void load_weight_elements(const Rows& weight, float offset, const Span& span, float (&out)[N]) {
+  const bool present = kPlain || weight.present();
+  if (present) {
+    load_elements(weight.data, kPlain ? kDType<X> : weight.dtype, kPlain ? 1 : weight.column_stride, span, out);
+  }
+#pragma unroll
+  for (int i = 0; i < N; ++i) out[i] = present ? out[i] + offset : 1.0f;
 }
 
 __host__ __device__ constexpr int any_threads(int lanes) { return lanes < 128 ? 128 : lanes; }
 
 // ---- sums over columns ----
 
-// Adds the partial rows: a block takes kColumns columns, 1024 / kColumns threads share the rows of each.
-template <int kColumns>
-__global__ void __launch_bounds__(1024) column_sums_kernel(const float* partial, int64_t partial_rows, int64_t stride,
-                                                           int64_t width, char* out, DType dtype) {
-  constexpr int kShares = 1024 / kColumns;
-  __shared__ float sums[1024];
-  const int share = threadIdx.x / kColumns;
-  const int64_t column = static_cast<int64_t>(blockIdx.x) * kColumns + threadIdx.x % kColumns;
+constexpr int kSumThreads = 512;
+
+// Adds the partial rows. A block takes 4 * kQuads columns: kQuads lanes of a warp a quad each, its other lanes other
+// rows, and so do its other warps; then the lanes meet by shuffles, the warps in shared memory.
+template <int kQuads>
+__global__ void __launch_bounds__(kSumThreads)
+    column_sums_kernel(const float* partial, int64_t partial_rows, int64_t stride, int64_t width, char* out,
+                       DType dtype) {
+  constexpr int kWarps = kSumThreads / kWarp;
+  constexpr int kColumns = 4 * kQuads;
+  constexpr int kRows = kWarp / kQuads;  // of a warp
+  __shared__ float4 sums[kWarps][kQuads];
+  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
+  const int64_t column = static_cast<int64_t>(blockIdx.x) * kColumns + lane % kQuads * 4;
   wait_for_previous_kernel();
-  float sum = 0.0f;
+  float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
   if (column < width) {
-#pragma unroll 8
-    for (int64_t r = share; r < partial_rows; r += kShares) sum += partial[r * stride + column];
+#pragma unroll 4
+    for (int64_t r = warp * kRows + lane / kQuads; r < partial_rows; r += kWarps * kRows) {
+      const float4 row = *reinterpret_cast<const float4*>(partial + r * stride + column);
+      sum.x += row.x, sum.y += row.y, sum.z += row.z, sum.w += row.w;
+    }
   }
-  sums[threadIdx.x] = sum;
 #pragma unroll
-  for (int half = kShares / 2; half > 0; half /= 2) {
-    __syncthreads();
-    if (share < half) sums[threadIdx.x] += sums[threadIdx.x + half * kColumns];
+  for (int step = kWarp / 2; step >= kQuads; step /= 2) {
+    sum.x += __shfl_xor_sync(0xffffffffu, sum.x, step), sum.y += __shfl_xor_sync(0xffffffffu, sum.y, step);
+    sum.z += __shfl_xor_sync(0xffffffffu, sum.z, step), sum.w += __shfl_xor_sync(0xffffffffu, sum.w, step);
   }
-  if (share == 0 && column < width) set_element(out, dtype, column, sums[threadIdx.x]);
+  if (lane < kQuads) sums[warp][lane] = sum;
+  __syncthreads();
+  const int64_t mine = static_cast<int64_t>(blockIdx.x) * kColumns + threadIdx.x;
+  if (threadIdx.x >= kColumns || mine >= width) return;
+  const float* shares = reinterpret_cast<const float*>(sums);
+  float total = 0.0f;
+#pragma unroll
+  for (int w = 0; w < kWarps; ++w) total += shares[w * kColumns + threadIdx.x];
+  set_element(out, dtype, mine, total);
 }
 
-// Adds up `partial_rows` rows of `stride` floats into `out`. As many blocks as there are multiprocessors, or about:
-// fewer leave the card idle, more come in a second wave. Launched programmatically, so that the 2 us of starting it
-// pass while the kernel that wrote the partial rows ends.
+// Adds up `partial_rows` rows of `stride` floats, a multiple of 4, into `out`. Narrow rows are shared by more blocks,
+// so that few columns do not leave the card idle. Launched programmatically, so that starting it passes while the
+// kernel that wrote the partial rows ends.
 inline Status column_sums(const float* partial, int64_t partial_rows, int64_t stride, int64_t width,
                           const TensorView& out, bool programmatic, cudaStream_t stream) {
-  auto with_columns = [&](auto kernel, int columns) {
-    const dim3 grid(static_cast<unsigned>(divide_up(width, columns)));
-    return launch(kernel, grid, 1024, 0, programmatic, stream, partial, partial_rows, stride, width,
+  auto with_quads = [&](auto kernel, int quads) {
+    const dim3 grid(static_cast<unsigned>(divide_up(width, 4 * quads)));
+    return launch(kernel, grid, kSumThreads, 0, programmatic, stream, partial, partial_rows, stride, width,
                   static_cast<char*>(out.data), out.dtype);
   };
-  if (width <= 1024) return with_columns(column_sums_kernel<8>, 8);
-  if (width <= 4096) return with_columns(column_sums_kernel<32>, 32);
-  return with_columns(column_sums_kernel<128>, 128);
+  return width <= 2048 ? with_quads(column_sums_kernel<4>, 4) : with_quads(column_sums_kernel<8>, 8);
 }
 
 }  // namespace fuselm
