@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from fuselm.bench import plots, readme, report
-from fuselm.bench.report import without_false_ceilings
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -81,9 +80,3 @@ def test_the_readme_here_says_what_the_record_says() -> None:
     text = page.read_text(encoding="utf-8")
     recorded = json.loads((ROOT / readme.RECORD).read_text(encoding="utf-8"))
     assert readme.replaced(text, readme.block(recorded)) == text, "run: python -m fuselm.bench.readme"
-
-
-def test_a_copy_slower_than_a_smaller_one_is_no_ceiling() -> None:
-    rows = [{"bytes": n, "copy_us": us, "share_of_copy": 1.0} for n, us in ((100, 10.0), (200, 30.0), (300, 29.0))]
-    shares = [row["share_of_copy"] for row in without_false_ceilings(rows)]
-    assert shares == [1.0, None, 1.0]

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fuselm.bench.peers import NAMES
-from fuselm.bench.report import Row, shape_text, without_false_ceilings, write_whole
+from fuselm.bench.report import Row, shape_text, write_whole
 
 # One colour for each implementation, told apart by the colour-blind too (Okabe and Ito's palette).
 COLOURS = {"fused": "#0072B2", "torch": "#999999", "compile": "#E69F00", "liger": "#009E73", "quack": "#CC79A7"}
@@ -20,7 +20,7 @@ COLOURS = {"fused": "#0072B2", "torch": "#999999", "compile": "#E69F00", "liger"
 def roofline(rows: Sequence[Row], path: Path, title: str) -> None:
     """Share of copy speed for each shape and implementation: a panel for each op, pass and dtype."""
     panels: dict[tuple[str, str, str], list[Row]] = {}
-    for row in without_false_ceilings(rows):
+    for row in rows:
         if row["share_of_copy"] is not None:
             panels.setdefault((row["op"], row["pass"], row["dtype"]), []).append(row)
     figure, axes = _figure(len(panels))

@@ -127,18 +127,3 @@ def shape_text(shape: Sequence[int]) -> str:
 def as_row(values: Mapping[str, Any], fields: Sequence[str]) -> Row:
     """The fields in their order, floats with five digits: a clock does not give more, and a record is kept in git."""
     return {key: float(f"{values[key]:.5g}") if isinstance(values[key], float) else values[key] for key in fields}
-
-
-def without_false_ceilings(rows: Sequence[Row]) -> list[Row]:
-    """The rows, without copy and share where the copy cannot have been a ceiling.
-
-    Copies get faster with size. One that moved its bytes a tenth slower than a smaller copy of the same run met
-    something else (on an H200, 1 and 2 GiB as nodes of a CUDA graph), and a share of it would flatter.
-    """
-    speeds = sorted({(row["bytes"], row["bytes"] / row["copy_us"]) for row in rows if row["copy_us"]})
-    fastest, false = 0.0, set()
-    for nbytes, speed in speeds:
-        if speed < 0.9 * fastest:
-            false.add(nbytes)
-        fastest = max(fastest, speed)
-    return [{**row, "copy_us": None, "share_of_copy": None} if row["bytes"] in false else row for row in rows]
