@@ -219,6 +219,13 @@ __device__ inline void wait_for_bytes(uint64_t* barrier, uint32_t parity) {
 #endif
 }
 
+// What threads have written to shared memory is there before the copy engine writes over it; a barrier must follow.
+__device__ inline void fence_copies() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
+}
+
 __device__ inline void copy_async(void* shared, const void* global) {
 #if __CUDA_ARCH__ >= 800
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(shared)), "l"(global) : "memory");
@@ -238,6 +245,26 @@ template <int kPending>
 __device__ inline void copy_async_wait() {
 #if __CUDA_ARCH__ >= 800 && __CUDA_ARCH__ < 900
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+#endif
+}
+
+// A cluster is blocks that run at the same time and reach each other's shared memory, from sm_90 on.
+__device__ inline void cluster_barrier() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive.aligned;\n barrier.cluster.wait.aligned;" ::: "memory");
+#endif
+}
+
+// Puts a number where `slot` is in the shared memory of block `rank` of the cluster, and counts its 4 bytes on the
+// barrier that is there where `barrier` is here.
+__device__ inline void send(float value, const float* slot, const uint64_t* barrier, uint32_t rank) {
+#if __CUDA_ARCH__ >= 900
+  uint32_t far_slot, far_barrier;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(far_slot) : "r"(shared_address(slot)), "r"(rank));
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(far_barrier) : "r"(shared_address(barrier)), "r"(rank));
+  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.f32 [%0], %1, [%2];" ::"r"(far_slot),
+               "f"(value), "r"(far_barrier)
+               : "memory");
 #endif
 }
 
@@ -368,23 +395,46 @@ bool allow_shared(Kernel kernel, int device, int64_t bytes, std::atomic<bool> (&
   return true;
 }
 
-// Launches a kernel. With `programmatic` (sm_90 and later) it may start while the kernel before it ends: such a kernel
-// must call wait_for_previous_kernel() before it touches memory.
+// How a kernel is launched, with one attribute at most.
+struct Launch {
+  cudaLaunchAttribute attribute = {};
+  cudaLaunchConfig_t config = {};
+
+  Launch(dim3 grid, int threads, int64_t shared, cudaStream_t stream) {
+    config.gridDim = grid;
+    config.blockDim = dim3(static_cast<unsigned>(threads));
+    config.dynamicSmemBytes = static_cast<size_t>(shared);
+    config.stream = stream;
+    config.attrs = &attribute;
+  }
+  Launch(const Launch&) = delete;  // config points to attribute
+
+  // From sm_90 on the kernel may start while the one before it ends: it must call wait_for_previous_kernel() before it
+  // touches memory.
+  void programmatic() {
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+    config.numAttrs = 1;
+  }
+  void clusters(int blocks) {
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim = {static_cast<unsigned>(blocks), 1, 1};
+    config.numAttrs = 1;
+  }
+
+  template <typename... Parameters, typename... Arguments>
+  Status operator()(void (*kernel)(Parameters...), const Arguments&... arguments) const {
+    const cudaError_t error = cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...);
+    return error == cudaSuccess ? Status::kOk : Status::kCudaError;
+  }
+};
+
 template <typename... Parameters, typename... Arguments>
 Status launch(void (*kernel)(Parameters...), dim3 grid, int threads, int64_t shared, bool programmatic,
               cudaStream_t stream, const Arguments&... arguments) {
-  cudaLaunchAttribute attribute = {};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config = {};
-  config.gridDim = grid;
-  config.blockDim = dim3(static_cast<unsigned>(threads));
-  config.dynamicSmemBytes = static_cast<size_t>(shared);
-  config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = programmatic ? 1 : 0;
-  const cudaError_t error = cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...);
-  return error == cudaSuccess ? Status::kOk : Status::kCudaError;
+  Launch how(grid, threads, shared, stream);
+  if (programmatic) how.programmatic();
+  return how(kernel, arguments...);
 }
 
 template <typename F>

@@ -203,6 +203,22 @@ inline bool is_row_stat(const TensorView& stat, const TensorView& x) {
   return fits;
 }
 
+constexpr int64_t kMaxWidth = 262144;
+
+// What an op over rows asks of them, of a weight for their columns, and of a tensor like them.
+inline Status check_tensors(const TensorView& x, const TensorView& weight, const TensorView& other) {
+  if (!is_float(x.dtype) || (weight.present() && !is_float(weight.dtype)) ||
+      (other.present() && !is_float(other.dtype))) {
+    return Status::kBadDtype;
+  }
+  if (x.rank < 1 || x.rank > kMaxRank) return Status::kBadShape;
+  const int64_t width = x.sizes[x.rank - 1];
+  if (width < 1 || width > kMaxWidth) return Status::kBadShape;
+  if (weight.present() && (weight.rank != 1 || weight.sizes[0] != width)) return Status::kBadShape;
+  if (other.present() && !same_sizes(other, x)) return Status::kBadShape;
+  return Status::kOk;
+}
+
 inline int64_t count_rows(const TensorView& x) {
   int64_t rows = 1;
   for (int d = 0; d < x.rank - 1; ++d) rows *= x.sizes[d];
@@ -240,22 +256,24 @@ struct ConfigList {
 // Whether this thread takes part in fetch_rows.
 __device__ inline bool fetches() { return !kCopyEngine || threadIdx.x == 0; }
 
-// Brings `count` rows from `first` on into shared memory, one after another. kBytes is what a vector has in this
-// tensor.
+// Brings `vectors` vectors, without the `skip` before them, of `count` rows from `first` on into shared memory, one row
+// after another. kBytes is what a vector has in this tensor.
 template <typename C, int kBytes>
-__device__ inline void fetch_rows(const Rows& from, int64_t first, int count, int vectors, char* to, uint64_t* barrier,
-                                  uint64_t policy) {
+__device__ inline void fetch_rows(const Rows& from, int64_t first, int count, int skip, int vectors, char* to,
+                                  uint64_t* barrier, uint64_t policy) {
   const int bytes = vectors * kBytes;
   if constexpr (kCopyEngine) {
     // Rows without a gap are one long run: 4 % faster than a request a row in backward at a width of 1024.
     const int runs = from.adjacent ? 1 : count;
     const uint32_t run_bytes = from.adjacent ? count * bytes : bytes;
 #pragma unroll 1
-    for (int r = 0; r < runs; ++r) copy_bulk(to + r * bytes, from.row(first + r), run_bytes, barrier, policy);
+    for (int r = 0; r < runs; ++r) {
+      copy_bulk(to + r * bytes, from.row(first + r) + skip * kBytes, run_bytes, barrier, policy);
+    }
   } else {
     const int group = threadIdx.x / C::kLanes;
     if (group >= count) return;
-    const char* row = from.row(first + group);
+    const char* row = from.row(first + group) + skip * kBytes;
 #pragma unroll 1
     for (int at = threadIdx.x % C::kLanes; at < vectors; at += C::kLanes) {
 #pragma unroll
@@ -386,6 +404,13 @@ __device__ inline void load_weights(const char* weight, DType dtype, float offse
   }
 }
 
+// What is added to a weight. No offset is -0, which changes no weight it is added to: +0 would turn a weight of -0 into
+// +0, and a kernel that leaves the addition out would not give the same bits.
+inline float exact_offset(double offset) {
+  const float rounded_offset = static_cast<float>(offset);
+  return rounded_offset == 0.0f ? -0.0f : rounded_offset;
+}
+
 __device__ inline float round_to(DType dtype, float v) {
   if (dtype == DType::kFloat32) return v;
   return dtype == DType::kBFloat16 ? rounded<bf16>(v) : rounded<fp16>(v);
@@ -398,6 +423,7 @@ struct Span {
   int first, step, end;
   __device__ int column(int i) const { return first + i * step; }
   __device__ bool has(int i) const { return column(i) < end; }
+  __device__ Span until(int sooner) const { return {first, step, sooner < end ? sooner : end}; }
 };
 
 // What lane `lane` of a row of odd width, strides or alignment takes of the N * kLanes columns from `base` on. Where
@@ -447,24 +473,62 @@ __device__ inline void store_elements(char* row, DType dtype, const Span& span, 
   }
 }
 
-// A tensor of dtype X, its rows a constant stride apart, its columns next to each other.
-template <typename X>
-bool is_plain(const Rows& rows) {
-  return rows.dtype == kDType<X> && rows.outer == 1 && rows.column_stride == 1;
-}
-
-// offset + weight of the span's columns; 1 where there is no weight. kPlain: is_plain<X>(weight).
-template <bool kPlain, typename X, int N>
+// offset + weight of the span's columns; 1 where there is no weight.
+template <int N>
 __device__ inline void load_weight_elements(const Rows& weight, float offset, const Span& span, float (&out)[N]) {
-  const bool present = kPlain || weight.present();
-  if (present) {
-    load_elements(weight.data, kPlain ? kDType<X> : weight.dtype, kPlain ? 1 : weight.column_stride, span, out);
-  }
+  if (weight.present()) load_elements(weight.data, weight.dtype, weight.column_stride, span, out);
 #pragma unroll
-  for (int i = 0; i < N; ++i) out[i] = present ? out[i] + offset : 1.0f;
+  for (int i = 0; i < N; ++i) out[i] = weight.present() ? out[i] + offset : 1.0f;
 }
 
 __host__ __device__ constexpr int any_threads(int lanes) { return lanes < 128 ? 128 : lanes; }
+
+// ---- bundles ----
+
+// Rows of an odd width are no vectors, but kVec<X> of them that follow one another are, together: a bundle comes to
+// shared memory, and leaves it, as one run of bytes. In between its elements are taken one by one, which costs little
+// there. A bundle has a row for each group of lanes at least.
+template <typename X, typename C>
+constexpr int kBundle = C::kGroups > kVec<X> ? C::kGroups : kVec<X>;
+
+// Blocks of a multiprocessor whose threads have registers for two rows in fp32 and `others` more.
+template <typename X, typename C, int others>
+constexpr int kBundleBlocks = fitting_blocks(C::kThreads, 65536 / ((2 * C::kVecs * kVec<X> + others) * C::kThreads));
+
+template <typename X>
+bool bundles(const Rows& rows) {
+  return rows.dtype == kDType<X> && rows.adjacent && rows.column_stride == 1 &&
+         reinterpret_cast<uintptr_t>(rows.data) % 16 == 0;
+}
+
+__device__ inline int whole_vectors(int bytes) { return bytes / 16 * 16; }
+
+// Asks for a run of bytes; the last bundle of a tensor may end within a vector. Every thread takes part; the caller
+// announces whole_vectors(bytes), and sees to a barrier of the block between this and the use of what came.
+template <typename X, int kThreads>
+__device__ inline void fetch_run(const char* from, int bytes, char* to, uint64_t* barrier, uint64_t policy) {
+  const int whole = whole_vectors(bytes);
+  const int thread = static_cast<int>(threadIdx.x);
+  if constexpr (kCopyEngine) {
+    if (thread == 0 && whole > 0) copy_bulk(to, from, whole, barrier, policy);
+  } else {
+    for (int at = thread * 16; at < whole; at += kThreads * 16) copy_async(to + at, from + at);
+  }
+  constexpr int kSize = sizeof(X);
+  const int at = whole + thread * kSize;
+  if (at < bytes) *reinterpret_cast<X*>(to + at) = *reinterpret_cast<const X*>(from + at);
+}
+
+template <typename X, int kThreads>
+__device__ inline void store_run(char* to, int bytes, const char* from) {
+  const int whole = whole_vectors(bytes);
+  const int thread = static_cast<int>(threadIdx.x);
+#pragma unroll 4
+  for (int at = thread * 16; at < whole; at += kThreads * 16) store_vector(to + at, load_vector(from + at));
+  constexpr int kSize = sizeof(X);
+  const int at = whole + thread * kSize;
+  if (at < bytes) *reinterpret_cast<X*>(to + at) = *reinterpret_cast<const X*>(from + at);
+}
 
 // ---- sums over columns ----
 
