@@ -112,3 +112,37 @@ def test_rms_norm_backward_refuses_tensors_that_do_not_belong_together(cuda: str
         backward(dy, h, rstd, None, of_h.to(torch.bfloat16), 0.0, 0b011)
     with pytest.raises(RuntimeError, match="a kernel was refused"):
         backward(dy, h, torch.ones(6, device=cuda)[::2], None, of_h, 0.0, 0b011)
+
+
+# Widths and rows that take each of the kernels for odd and for wide rows round several times, and end amid a bundle.
+MANY_ROWS = [(4099, 7), (999, 63), (5003, 257), (1203, 1001), (301, 2049), (150, 8191), (299, 16383), (300, 20488)]
+MANY_ROWS += [(100, 65536), (40, 262144)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("shape", MANY_ROWS, ids=str)
+def test_odd_and_wide_rows_have_the_bits_they_have_element_by_element(
+    cuda: str, shape: tuple[int, int], dtype: torch.dtype
+) -> None:
+    made = torch.Generator(cuda).manual_seed(0)
+    x, dy = (torch.randn(shape, device=cuda, generator=made).to(dtype) for _ in range(2))
+    weight = torch.randn(shape[1], device=cuda, generator=made).to(dtype).requires_grad_()
+    found = {}
+    for kind, rows in {"close": x, "apart": columns_apart(x)}.items():
+        leaf = rows.detach().requires_grad_()
+        y = ops.rms_norm(leaf, weight, eps=1e-6)
+        found[kind] = (y, *torch.autograd.grad(y, (leaf, weight), dy))
+    for close, apart in zip(found["close"][:2], found["apart"][:2], strict=True):
+        assert torch.equal(close, apart)
+    xhat = x.double() * torch.rsqrt(x.double().square().mean(1, keepdim=True) + 1e-6)
+    terms = dy.double() * xhat
+    # One rounding of the result, and of each term and sum in fp32.
+    allowed = torch.finfo(dtype).eps * terms.sum(0).abs() + 2**-19 * terms.square().sum(0).sqrt()
+    for _, _, dweight in found.values():
+        assert ((dweight.double() - terms.sum(0)).abs() <= allowed).all()
+
+
+def columns_apart(x: torch.Tensor) -> torch.Tensor:
+    """The same numbers with every other element unused: no kernel that moves vectors can take them."""
+    return torch.stack((x, x), dim=-1)[..., 0]

@@ -379,7 +379,7 @@ class DeviceGuard {
   int current_ = -1;
 };
 
-inline int64_t at_most(int64_t value, int64_t limit) { return value < limit ? value : limit; }
+constexpr int64_t at_most(int64_t value, int64_t limit) { return value < limit ? value : limit; }
 
 // Raises a kernel's limit of dynamic shared memory to what a device has, less `kOwnShared` for the kernel's own arrays;
 // once per device, `allowed` remembers, one static array per kernel. Always to the same limit: threads may race here.

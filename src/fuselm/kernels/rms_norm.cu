@@ -30,6 +30,7 @@ using FewRowsConfigs = ConfigList<Config<64, 2, 64, 1, Kind::kSoon>, Config<128,
                                   Config<512, 4, 512, 1, Kind::kSoon>>;
 constexpr int64_t kFewVectors = 96;  // narrower rows are as fast without
 constexpr int kWideLanes = 1024;
+constexpr int64_t kBundleBytes = 16 << 10;  // of rows of odd width that a block takes, or one round of them
 
 struct ForwardArgs {
   // What every launch reads comes first and close together: the constant cache is cold when a kernel starts, and each
@@ -49,6 +50,7 @@ struct ForwardArgs {
   bool one_stride;
   bool chained;  // launched programmatically
   bool large;    // x and y together are larger than L2
+  int bundle;    // rows a block takes where they are bundles
   Rows x_rows, residual_rows, weight_rows;
 
   __device__ const char* x_row(int64_t row) const { return one_stride ? x + row * x_stride : x_rows.row(row); }
@@ -250,45 +252,56 @@ __global__ void __launch_bounds__(kWideLanes, fitting_blocks(kWideLanes, kResidu
   }
 }
 
-// Rows of odd width that follow one another: a bundle of them at a time. y takes the place of x in shared memory.
+// Blocks of a multiprocessor whose threads have registers for a row, for its weights where they are kept, and for the
+// rest.
 template <typename X, typename C>
-__global__ void __launch_bounds__(C::kThreads, (kBundleBlocks<X, C, 32>))
+constexpr bool kKeepWeight = C::kVecs * kVec<X> <= 24;
+template <typename X, typename C>
+constexpr int kBundleBlocks =
+    fitting_blocks(C::kThreads, 65536 / ((C::kVecs * kVec<X> * (kKeepWeight<X, C> ? 2 : 1) + 32) * C::kThreads));
+
+// Rows of odd width that follow one another: a block takes a bundle of them. y takes the place of x in shared memory.
+template <typename X, typename C>
+__global__ void __launch_bounds__(C::kThreads, (kBundleBlocks<X, C>))
     rms_norm_forward_bundle_kernel(const __grid_constant__ ForwardArgs a) {
   constexpr int N = kVec<X>;
+  constexpr int kSpan = C::kLanes * N;
   extern __shared__ __align__(128) uint4 bundle_bytes[];
   __shared__ uint64_t arrived;
   __shared__ float scratch[2][C::kThreads / kWarp];
   char* const bundle = reinterpret_cast<char*>(bundle_bytes);
   const int group = threadIdx.x / C::kLanes;
   const int lane = threadIdx.x % C::kLanes;
-  const int64_t first = static_cast<int64_t>(blockIdx.x) * kBundle<X, C>;
-  const int here = a.rows - first < kBundle<X, C> ? static_cast<int>(a.rows - first) : kBundle<X, C>;
-  const int row_bytes = a.width * static_cast<int>(sizeof(X));
+  const int64_t first = static_cast<int64_t>(blockIdx.x) * a.bundle;
+  const int here = a.rows - first < a.bundle ? static_cast<int>(a.rows - first) : a.bundle;
+  const Run run(first, here, a.width * static_cast<int>(sizeof(X)), a.rows);
 
   if (threadIdx.x == 0) {
     init_barrier(&arrived);
-    expect_bytes(&arrived, whole_vectors(here * row_bytes));
+    expect_bytes(&arrived, run.whole);
   }
-  fetch_run<X, C::kThreads>(a.x + first * row_bytes, here * row_bytes, bundle, &arrived, read_policy(a.large));
+  fetch_run<X, C::kThreads>(a.x, run, bundle, &arrived, read_policy(a.large));
   copy_async_commit();
   float weight[C::kVecs][N];
+  auto load_weight_of = [&](int v) {
+    load_weight_columns<C::kLanes>(a.weight, a.weight_dtype, a.offset, v * kSpan + lane, a.width, weight[v]);
+  };
 #pragma unroll
-  for (int v = 0; v < C::kVecs; ++v) {
-    const Span span = span_of<N, C::kLanes>(lane, v * C::kLanes * N, a.width);
-    load_weight_elements(a.weight_rows, a.offset, span, weight[v]);
-  }
+  for (int v = 0; kKeepWeight<X, C> && v < C::kVecs; ++v) load_weight_of(v);
   copy_async_wait<0>();
   __syncthreads();
   wait_for_bytes(&arrived, 0);
 
+  // Every group makes the same number of rounds: they meet in row_sum.
 #pragma unroll 1
-  for (int r = group; r < kBundle<X, C>; r += C::kGroups) {
-    char* const row = bundle + r * row_bytes;
+  for (int r = group; r < a.bundle; r += C::kGroups) {
+    X* const row = reinterpret_cast<X*>(bundle + run.lead) + r * a.width;
     const int width = r < here ? a.width : 0;
     float h[C::kVecs][N], sum = 0.0f;
 #pragma unroll
     for (int v = 0; v < C::kVecs; ++v) {
-      load_elements(row, kDType<X>, 1, span_of<N, C::kLanes>(lane, v * C::kLanes * N, width), h[v]);
+      if (v * kSpan >= a.width) break;
+      load_columns<C::kLanes>(row, v * kSpan + lane, width, h[v]);
       sum += sum_of_squares(h[v]);
     }
     sum = row_sum<C::kLanes>(sum, &scratch[r / C::kGroups % 2][group * C::kLanes / kWarp]);
@@ -296,13 +309,21 @@ __global__ void __launch_bounds__(C::kThreads, (kBundleBlocks<X, C, 32>))
     if (a.rstd != nullptr && lane == 0 && width > 0) a.rstd[first + r] = rstd;
 #pragma unroll
     for (int v = 0; v < C::kVecs; ++v) {
+      if (v * kSpan >= a.width) break;
+      if (!kKeepWeight<X, C>) load_weight_of(v);
 #pragma unroll
-      for (int i = 0; i < N; ++i) h[v][i] = normalised<X>(h[v][i], rstd, a.round_first) * weight[v][i];
-      store_elements(row, kDType<X>, span_of<N, C::kLanes>(lane, v * C::kLanes * N, width), h[v]);
+      for (float& one : h[v]) one *= rstd;
+      if (a.round_first) {
+#pragma unroll
+        for (float& one : h[v]) one = rounded<X>(one);
+      }
+#pragma unroll
+      for (int i = 0; i < N; ++i) h[v][i] *= weight[v][i];
+      store_columns<C::kLanes>(row, v * kSpan + lane, width, h[v]);
     }
   }
   __syncthreads();
-  store_run<X, C::kThreads>(a.y + first * row_bytes, here * row_bytes, bundle);
+  store_run<X, C::kThreads>(a.y, run, bundle);
 }
 
 // Any strides, any alignment, any mix of dtypes: elements one by one.
@@ -363,16 +384,19 @@ void launch_forward_any(const ForwardArgs& a, cudaStream_t stream) {
   rms_norm_forward_any_kernel<X, kLanes><<<blocks, kThreads, 0, stream>>>(a);
 }
 
-// False when the rows are no bundles, or so wide that fewer than two bundles fit on a multiprocessor.
+// False when the rows are no bundles.
 template <typename X, typename C>
-bool launch_forward_bundle(const ForwardArgs& a, int device, cudaStream_t stream) {
+bool launch_forward_bundle(ForwardArgs& a, int device, cudaStream_t stream) {
   static std::atomic<bool> allowed[kMaxDevices];
-  const int64_t bytes = kBundle<X, C> * a.width * static_cast<int64_t>(sizeof(X));
-  const bool fits = 2 * bytes <= device_facts(device).shared_bytes && bundles<X>(a.x_rows);
-  if (!fits || a.residual_rows.present() || reinterpret_cast<uintptr_t>(a.y) % 16 != 0) return false;
+  const int64_t row_bytes = a.width * static_cast<int64_t>(sizeof(X));
+  const bool alone = !a.residual_rows.present() && a.weight_rows.column_stride == 1;
+  if (!alone || !bundles<X>(a.x_rows) || reinterpret_cast<uintptr_t>(a.y) % 16 != 0) return false;
+  const int64_t rounds = kBundleBytes / (C::kGroups * row_bytes);
+  a.bundle = C::kGroups * static_cast<int>(rounds > 1 ? rounds : 1);
   const auto kernel = rms_norm_forward_bundle_kernel<X, C>;
+  const int64_t bytes = Run::room(a.bundle, row_bytes);
   if (!allow_shared(kernel, device, bytes, allowed)) return false;
-  const unsigned blocks = static_cast<unsigned>(divide_up(a.rows, kBundle<X, C>));
+  const unsigned blocks = static_cast<unsigned>(divide_up(a.rows, a.bundle));
   kernel<<<blocks, C::kThreads, static_cast<size_t>(bytes), stream>>>(a);
   return true;
 }

@@ -181,6 +181,8 @@ CASES = (
     _case("no weight", (7, 128), F16),
     _case("odd width", (13, 1001), BF16, BF16),
     _case("odd width fp32", (3, 77), F32, F32),
+    _case("odd width, many rows", (523, 257), BF16, F32),
+    _case("odd width, wide", (5, 8191), F16, F16),
     _case("not a power of two", (9, 768), BF16, BF16),
     _case("width 3000", (4, 3000), F16, F16),
     _case("no rows", (0, 256), BF16, BF16),
@@ -209,6 +211,7 @@ CASES = (
     _case("8192 wide", (3, 8192), BF16, BF16),
     _case("16384 wide", (3, 16384), BF16, BF16),
     _case("32768 wide", (2, 32768), BF16, BF16, BF16),
+    _case("40968 wide", (3, 40968), BF16, BF16),
     _case("65536 wide fp32", (2, 65536), F32, F32),
     _case("262144 wide", (2, 262144), BF16, BF16),
     _case("262144 wide, fp32 residual", (2, 262144), BF16, BF16, F32),
@@ -235,6 +238,7 @@ BENCH_CASES = (
     *(_case("residual", shape, BF16, BF16, BF16) for shape in ((32768, 1024), (32768, 4096), (16384, 8192))),
     _case("fp32 residual", (32768, 4096), BF16, BF16, F32),
     _case("odd", (32768, 1001), BF16, BF16),
+    _case("odd", (8192, 5001), BF16, BF16),
     _case("wide", (1024, 131072), BF16, BF16),
 )
 

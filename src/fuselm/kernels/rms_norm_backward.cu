@@ -30,6 +30,7 @@ using BackwardConfigs = std::conditional_t<sizeof(X) == 4, BackwardConfigs32, Ba
 constexpr int kMaxStages = 3;
 constexpr int64_t kStageLimit = 128 << 10;  // bytes a block has under way: with more 8192x16384 is 3 % slower
 constexpr int kMostBlocks = 4;              // of the configurations above
+constexpr int64_t kBundleBytes = 48 << 10;  // of rows of odd width that a multiprocessor takes a round
 constexpr int kColumnThreads = 128;
 constexpr int kColumnBlocks = 16;  // of kColumnThreads, wanted on a multiprocessor
 constexpr int kMaxParts = 16;
@@ -49,6 +50,7 @@ struct BackwardArgs {
   int64_t rows;
   int32_t width;
   float inverse_width, offset;
+  int bundle;        // rows a block takes a round where they are bundles
   int stages;        // rounds of rows a block has under way in shared memory
   int parts;         // of a row: a power of two
   int part_vectors;  // of all parts but the last, which may have fewer
@@ -268,28 +270,35 @@ __global__ void __launch_bounds__(C::kThreads, fitting_blocks(C::kThreads, C::kB
   });
 }
 
+// Blocks of a multiprocessor whose threads have registers for dw and the weight, and 48 more.
+template <typename X, typename C>
+constexpr int kBundleBlocks =
+    at_most(fitting_blocks(C::kThreads, 65536 / ((2 * C::kVecs * kVec<X> + 48) * C::kThreads)), kMostBlocks);
+
 // Rows of odd width that follow one another: a bundle of them a round. dx takes the place of dy in shared memory.
 template <typename X, typename C>
-__global__ void __launch_bounds__(C::kThreads, (kBundleBlocks<X, C, 48>))
+__global__ void __launch_bounds__(C::kThreads, (kBundleBlocks<X, C>))
     rms_norm_backward_bundle_kernel(const __grid_constant__ BackwardArgs a) {
   constexpr int N = kVec<X>;
-  constexpr int kRows = kBundle<X, C>;
+  constexpr int kSpan = C::kLanes * N;
   extern __shared__ __align__(128) uint4 stage_bytes[];
   __shared__ uint64_t arrived[2];
   __shared__ float scratch[2][C::kThreads / kWarp];
   const int group = threadIdx.x / C::kLanes;
   const int lane = threadIdx.x % C::kLanes;
   const int row_bytes = a.width * static_cast<int>(sizeof(X));
-  const int64_t step = static_cast<int64_t>(gridDim.x) * kRows;
-  const int64_t first = static_cast<int64_t>(blockIdx.x) * kRows;
+  const int room = static_cast<int>(Run::room(a.bundle, row_bytes));
+  const int64_t step = static_cast<int64_t>(gridDim.x) * a.bundle;
+  const int64_t first = static_cast<int64_t>(blockIdx.x) * a.bundle;
   const uint64_t policy = read_policy(a.large);
-  auto stage_at = [&](int s) { return reinterpret_cast<char*>(stage_bytes) + s * 2 * kRows * row_bytes; };
-  auto rows_from = [&](int64_t row) { return a.rows - row < kRows ? static_cast<int>(a.rows - row) : kRows; };
+  auto stage_at = [&](int s) { return reinterpret_cast<char*>(stage_bytes) + s * 2 * room; };  // dy, then h
+  auto rows_from = [&](int64_t row) { return a.rows - row < a.bundle ? static_cast<int>(a.rows - row) : a.bundle; };
+  auto run_from = [&](int64_t row) { return Run(row, rows_from(row), row_bytes, a.rows); };
   auto fetch = [&](int64_t row, int s) {
-    const int bytes = rows_from(row) * row_bytes;
-    if (threadIdx.x == 0) expect_bytes(&arrived[s], 2 * whole_vectors(bytes));
-    fetch_run<X, C::kThreads>(a.dy.data + row * row_bytes, bytes, stage_at(s), &arrived[s], policy);
-    fetch_run<X, C::kThreads>(a.h.data + row * row_bytes, bytes, stage_at(s) + kRows * row_bytes, &arrived[s], policy);
+    const Run run = run_from(row);
+    if (threadIdx.x == 0) expect_bytes(&arrived[s], 2 * run.whole);
+    fetch_run<X, C::kThreads>(a.dy.data, run, stage_at(s), &arrived[s], policy);
+    fetch_run<X, C::kThreads>(a.h.data, run, stage_at(s) + room, &arrived[s], policy);
   };
 
   if (threadIdx.x < 2) init_barrier(&arrived[threadIdx.x]);
@@ -299,36 +308,34 @@ __global__ void __launch_bounds__(C::kThreads, (kBundleBlocks<X, C, 48>))
   float weight[C::kVecs][N], dw[C::kVecs][N] = {};
 #pragma unroll
   for (int v = 0; v < C::kVecs; ++v) {
-    load_weight_elements(a.weight_rows, a.offset, span_of<N, C::kLanes>(lane, v * C::kLanes * N, a.width), weight[v]);
+    load_weight_columns<C::kLanes>(a.weight, a.weight_dtype, a.offset, v * kSpan + lane, a.width, weight[v]);
   }
 
   int s = 0, parity = 0, side = 0;
   for (int64_t round = first; round < a.rows; round += step) {
     fence_copies();
-    __syncthreads();  // the other stage has been written out
-    if (round + step < a.rows) fetch(round + step, s ^ 1);
+    __syncthreads();  // the other stage, or the only one, has been written out
+    const int64_t ahead = round + (a.stages - 1) * step;
+    if (ahead > first && ahead < a.rows) fetch(ahead, a.stages == 1 ? 0 : s ^ 1);
     copy_async_commit();
-    if (kCopyEngine) {
-      wait_for_bytes(&arrived[s], parity);
-    } else {
-      copy_async_wait<1>();
-      __syncthreads();
-    }
-    char* const dy_rows = stage_at(s);
+    wait_for_round(a, &arrived[s], parity);
+    if (a.stages == 1 || !kCopyEngine) __syncthreads();  // what other threads have brought is there
+    const Run run = run_from(round);
     const int here = rows_from(round);
+    // Every group makes the same number of turns: they meet in row_sum.
 #pragma unroll 1
-    for (int r = group; r < kRows; r += C::kGroups) {
-      char* const dy_row = dy_rows + r * row_bytes;
-      const char* const h_row = dy_row + kRows * row_bytes;
+    for (int r = group; r < a.bundle; r += C::kGroups) {
+      X* const dy_row = reinterpret_cast<X*>(stage_at(s) + run.lead) + r * a.width;
+      const X* const h_row = reinterpret_cast<const X*>(stage_at(s) + room + run.lead) + r * a.width;
       const int width = r < here ? a.width : 0;
       const float rstd = r < here ? a.rstd[round + r] : 0.0f;
       float dot = 0.0f;
 #pragma unroll
       for (int v = 0; v < C::kVecs; ++v) {
-        const Span span = span_of<N, C::kLanes>(lane, v * C::kLanes * N, width);
+        if (v * kSpan >= a.width) break;
         float dy[N], h[N];
-        load_elements(dy_row, kDType<X>, 1, span, dy);
-        load_elements(h_row, kDType<X>, 1, span, h);
+        load_columns<C::kLanes>(dy_row, v * kSpan + lane, width, dy);
+        load_columns<C::kLanes>(h_row, v * kSpan + lane, width, h);
 #pragma unroll
         for (int i = 0; i < N; ++i) dot = fmaf(dy[i] * weight[v][i], h[i], dot);
       }
@@ -337,17 +344,17 @@ __global__ void __launch_bounds__(C::kThreads, (kBundleBlocks<X, C, 48>))
       const float slope = dot * a.inverse_width * rstd * rstd * rstd;
 #pragma unroll
       for (int v = 0; v < C::kVecs; ++v) {
-        const Span span = span_of<N, C::kLanes>(lane, v * C::kLanes * N, width);
+        if (v * kSpan >= a.width) break;
         float dy[N], h[N], dx[N];
-        load_elements(dy_row, kDType<X>, 1, span, dy);
-        load_elements(h_row, kDType<X>, 1, span, h);
+        load_columns<C::kLanes>(dy_row, v * kSpan + lane, width, dy);
+        load_columns<C::kLanes>(h_row, v * kSpan + lane, width, h);
         gradients(dy, h, weight[v], rstd, slope, dx, dw[v]);
-        store_elements(dy_row, kDType<X>, span, dx);
+        store_columns<C::kLanes>(dy_row, v * kSpan + lane, width, dx);
       }
     }
     __syncthreads();
-    store_run<X, C::kThreads>(a.dx + round * row_bytes, here * row_bytes, dy_rows);
-    s ^= 1;
+    store_run<X, C::kThreads>(a.dx, run, stage_at(s));
+    s = a.stages == 1 ? 0 : s ^ 1;
     if (s == 0) parity ^= 1;
   }
   allow_next_kernel();
@@ -355,10 +362,7 @@ __global__ void __launch_bounds__(C::kThreads, (kBundleBlocks<X, C, 48>))
   float* out = a.partial + blockIdx.x * a.partial_stride;
   store_partial<C>(a, out, group, reinterpret_cast<float*>(stage_bytes), [&](float* to) {
 #pragma unroll
-    for (int v = 0; v < C::kVecs; ++v) {
-      const Span span = span_of<N, C::kLanes>(lane, v * C::kLanes * N, a.width);
-      store_elements(reinterpret_cast<char*>(to), DType::kFloat32, span, dw[v]);
-    }
+    for (int v = 0; v < C::kVecs; ++v) store_columns<C::kLanes>(to, v * kSpan + lane, a.width, dw[v]);
   });
 }
 
@@ -507,20 +511,23 @@ bool launch_backward_parts(BackwardArgs a, const DeviceFacts& facts, int device,
 }
 
 template <typename X, typename C>
-bool launch_backward_bundle(const BackwardArgs& a, const DeviceFacts& facts, int device, cudaStream_t stream,
+bool launch_backward_bundle(BackwardArgs& a, const DeviceFacts& facts, int device, cudaStream_t stream,
                             int64_t& partial_rows) {
   static std::atomic<bool> allowed[kMaxDevices];
-  const int64_t rounds = 2 * 2 * kBundle<X, C> * a.width * static_cast<int64_t>(sizeof(X));
-  const int64_t groups = C::kGroups * a.partial_stride * static_cast<int64_t>(sizeof(float));
-  const int64_t bytes = rounds > groups ? rounds : groups;
-  const bool alone = a.dresidual == nullptr && !a.dresidual_out.present();
+  constexpr int kBlocks = kBundleBlocks<X, C>;
+  const bool alone = a.dresidual == nullptr && !a.dresidual_out.present() && a.weight_rows.column_stride == 1;
   const bool aligned = reinterpret_cast<uintptr_t>(a.dx) % 16 == 0;
   if (!alone || !aligned || !bundles<X>(a.dy) || !bundles<X>(a.h)) return false;
+  const int64_t row_bytes = a.width * static_cast<int64_t>(sizeof(X));
+  const int64_t turns = kBundleBytes / kBlocks / (C::kGroups * row_bytes);
+  a.bundle = C::kGroups * static_cast<int>(turns > 1 ? turns : 1);
+  const int64_t stage = 2 * Run::room(a.bundle, row_bytes);
+  a.stages = stages_of(stage, kBlocks, 2, facts);
+  const int64_t groups = C::kGroups * a.partial_stride * static_cast<int64_t>(sizeof(float));
+  const int64_t bytes = a.stages * stage > groups ? a.stages * stage : groups;
   const auto kernel = rms_norm_backward_bundle_kernel<X, C>;
   if (!allow_shared(kernel, device, bytes, allowed)) return false;
-  const int64_t fitting = at_most((facts.shared_bytes + 1024) / (bytes + 1024 + kOwnShared), kBundleBlocks<X, C, 48>);
-  const int64_t blocks = at_most(fitting > 0 ? fitting : 1, kMostBlocks) * facts.multiprocessors;
-  partial_rows = at_most(divide_up(a.rows, kBundle<X, C>), blocks);
+  partial_rows = at_most(divide_up(a.rows, a.bundle), static_cast<int64_t>(facts.multiprocessors) * kBlocks);
   kernel<<<static_cast<unsigned>(partial_rows), C::kThreads, static_cast<size_t>(bytes), stream>>>(a);
   return true;
 }

@@ -485,49 +485,105 @@ __host__ __device__ constexpr int any_threads(int lanes) { return lanes < 128 ? 
 
 // ---- bundles ----
 
-// Rows of an odd width are no vectors, but kVec<X> of them that follow one another are, together: a bundle comes to
-// shared memory, and leaves it, as one run of bytes. In between its elements are taken one by one, which costs little
-// there. A bundle has a row for each group of lanes at least.
-template <typename X, typename C>
-constexpr int kBundle = C::kGroups > kVec<X> ? C::kGroups : kVec<X>;
-
-// Blocks of a multiprocessor whose threads have registers for two rows in fp32 and `others` more.
-template <typename X, typename C, int others>
-constexpr int kBundleBlocks = fitting_blocks(C::kThreads, 65536 / ((2 * C::kVecs * kVec<X> + others) * C::kThreads));
-
+// Rows of odd width that follow one another are no vectors, but what they lie in is: a bundle of rows comes to shared
+// memory, and leaves it, as one run of bytes. In between its elements are taken one by one, neighbouring lanes
+// neighbouring elements as in span_of: there that costs an instruction, not a request to memory.
 template <typename X>
 bool bundles(const Rows& rows) {
   return rows.dtype == kDType<X> && rows.adjacent && rows.column_stride == 1 &&
          reinterpret_cast<uintptr_t>(rows.data) % 16 == 0;
 }
 
-__device__ inline int whole_vectors(int bytes) { return bytes / 16 * 16; }
+// Where `count` rows from `first` on lie in a tensor of `rows` rows, all in bytes. Their ends need not be those of
+// vectors: the run begins `lead` bytes before the first row. Only the tensor's own end may cut a vector.
+struct Run {
+  int64_t begin;
+  int lead, end, whole;  // from begin on: the first row, past the last one, past the last whole vector of the tensor
 
-// Asks for a run of bytes; the last bundle of a tensor may end within a vector. Every thread takes part; the caller
-// announces whole_vectors(bytes), and sees to a barrier of the block between this and the use of what came.
-template <typename X, int kThreads>
-__device__ inline void fetch_run(const char* from, int bytes, char* to, uint64_t* barrier, uint64_t policy) {
-  const int whole = whole_vectors(bytes);
-  const int thread = static_cast<int>(threadIdx.x);
-  if constexpr (kCopyEngine) {
-    if (thread == 0 && whole > 0) copy_bulk(to, from, whole, barrier, policy);
-  } else {
-    for (int at = thread * 16; at < whole; at += kThreads * 16) copy_async(to + at, from + at);
+  __device__ Run(int64_t first, int count, int row_bytes, int64_t rows) {
+    const int64_t start = first * row_bytes;
+    begin = start / 16 * 16;
+    lead = static_cast<int>(start - begin);
+    end = lead + count * row_bytes;
+    const int vectors = (end + 15) / 16 * 16;
+    const int64_t there = (rows * row_bytes - begin) / 16 * 16;
+    whole = vectors < there ? vectors : static_cast<int>(there);
   }
-  constexpr int kSize = sizeof(X);
-  const int at = whole + thread * kSize;
-  if (at < bytes) *reinterpret_cast<X*>(to + at) = *reinterpret_cast<const X*>(from + at);
+
+  // What a run may need of shared memory.
+  __host__ __device__ static int64_t room(int64_t count, int64_t row_bytes) {
+    return count * row_bytes / 128 * 128 + 256;
+  }
+};
+
+template <typename X>
+__device__ inline void copy_elements(char* to, const char* from, int begin, int end) {
+  const int at = begin + static_cast<int>(threadIdx.x * sizeof(X));
+  if (at < end) *reinterpret_cast<X*>(to + at) = *reinterpret_cast<const X*>(from + at);
 }
 
+// Asks for a run. Every thread takes part; the caller announces run.whole bytes, and sees to a barrier of the block
+// between this and the use of what came.
 template <typename X, int kThreads>
-__device__ inline void store_run(char* to, int bytes, const char* from) {
-  const int whole = whole_vectors(bytes);
-  const int thread = static_cast<int>(threadIdx.x);
+__device__ inline void fetch_run(const char* tensor, const Run& run, char* to, uint64_t* barrier, uint64_t policy) {
+  const char* from = tensor + run.begin;
+  if constexpr (kCopyEngine) {
+    if (threadIdx.x == 0 && run.whole > 0) copy_bulk(to, from, run.whole, barrier, policy);
+  } else {
+    for (int at = static_cast<int>(threadIdx.x) * 16; at < run.whole; at += kThreads * 16) {
+      copy_async(to + at, from + at);
+    }
+  }
+  copy_elements<X>(to, from, run.whole, run.end);
+}
+
+// Writes the run's rows, and nothing beside them.
+template <typename X, int kThreads>
+__device__ inline void store_run(char* tensor, const Run& run, const char* from) {
+  char* to = tensor + run.begin;
+  const int begin = (run.lead + 15) / 16 * 16, end = run.end / 16 * 16;
 #pragma unroll 4
-  for (int at = thread * 16; at < whole; at += kThreads * 16) store_vector(to + at, load_vector(from + at));
-  constexpr int kSize = sizeof(X);
-  const int at = whole + thread * kSize;
-  if (at < bytes) *reinterpret_cast<X*>(to + at) = *reinterpret_cast<const X*>(from + at);
+  for (int at = begin + static_cast<int>(threadIdx.x) * 16; at < end; at += kThreads * 16) {
+    store_vector(to + at, load_vector(from + at));
+  }
+  copy_elements<X>(to, from, run.lead, begin < run.end ? begin : run.end);
+  copy_elements<X>(to, from, begin > end ? begin : end, run.end);
+}
+
+// Columns first, first + kStep, ... of a row without gaps, zeros from `end` on.
+template <int kStep, typename T, int N>
+__device__ inline void load_columns(const T* row, int first, int end, float (&out)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) out[i] = i * kStep < end - first ? to_float(row[first + i * kStep]) : 0.0f;
+}
+
+template <int kStep, typename T, int N>
+__device__ inline void store_columns(T* row, int first, int end, const float (&in)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    if (i * kStep < end - first) row[first + i * kStep] = from_float<T>(in[i]);
+  }
+}
+
+// offset + weight of those columns; 1 where there is no weight.
+template <int kStep, int N>
+__device__ inline void load_weight_columns(const char* weight, DType dtype, float offset, int first, int end,
+                                           float (&out)[N]) {
+  auto load = [&](auto zero) {
+    load_columns<kStep>(reinterpret_cast<const decltype(zero)*>(weight), first, end, out);
+#pragma unroll
+    for (float& one : out) one += offset;
+  };
+  if (dtype == DType::kFloat32) {
+    load(float{});
+  } else if (dtype == DType::kBFloat16) {
+    load(bf16{});
+  } else if (dtype == DType::kFloat16) {
+    load(fp16{});
+  } else {
+#pragma unroll
+    for (float& one : out) one = 1.0f;
+  }
 }
 
 // ---- sums over columns ----
