@@ -316,6 +316,8 @@ __device__ inline float row_sum(float v, float* scratch) {
 
 // ---- the device ----------------------------------------------------------------------------------------------------
 
+constexpr int64_t at_most(int64_t value, int64_t limit) { return value < limit ? value : limit; }
+
 // Threads a multiprocessor holds, for __launch_bounds__: asking for more blocks than fit is a warning of the assembler.
 #if __CUDA_ARCH__ == 750
 constexpr int kResidentThreads = 1024;
@@ -325,8 +327,8 @@ constexpr int kResidentThreads = 1536;
 constexpr int kResidentThreads = 2048;
 #endif
 
-constexpr int fitting_blocks(int threads, int blocks) {
-  return blocks * threads <= kResidentThreads ? blocks : kResidentThreads / threads;
+constexpr int fitting_blocks(int threads, int64_t blocks) {
+  return static_cast<int>(blocks * threads <= kResidentThreads ? blocks : kResidentThreads / threads);
 }
 
 struct DeviceFacts {
@@ -378,8 +380,6 @@ class DeviceGuard {
   int previous_ = -1;
   int current_ = -1;
 };
-
-constexpr int64_t at_most(int64_t value, int64_t limit) { return value < limit ? value : limit; }
 
 // Raises a kernel's limit of dynamic shared memory to what a device has, less `kOwnShared` for the kernel's own arrays;
 // once per device, `allowed` remembers, one static array per kernel. Always to the same limit: threads may race here.

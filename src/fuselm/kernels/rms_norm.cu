@@ -29,8 +29,12 @@ using FewRowsConfigs = ConfigList<Config<64, 2, 64, 1, Kind::kSoon>, Config<128,
                                   Config<256, 2, 256, 1, Kind::kSoon>, Config<256, 4, 256, 1, Kind::kSoon>,
                                   Config<512, 4, 512, 1, Kind::kSoon>>;
 constexpr int64_t kFewVectors = 96;  // narrower rows are as fast without
-constexpr int kWideLanes = 1024;
-constexpr int64_t kBundleBytes = 16 << 10;  // of rows of odd width that a block takes, or one round of them
+// Wider rows are read twice, the second time from L1 while all rows of a multiprocessor fit there.
+using WideConfigs = ConfigList<Config<512, 6, 512, 4>, Config<1024, 256, 1024, 2>>;
+// Of rows of odd width that a block takes, or one round of them: more where a row takes the whole block, since then a
+// lane takes few of a row's columns and has as many weights to load.
+template <typename C>
+constexpr int64_t kBundleBytes = (C::kGroups == 1 ? 32 : 16) << 10;
 
 struct ForwardArgs {
   // What every launch reads comes first and close together: the constant cache is cold when a kernel starts, and each
@@ -202,11 +206,11 @@ __global__ void __launch_bounds__(C::kThreads, (kForwardBlocks<C, kResidual>))
 
 // A row that no configuration holds: one block, and what is normalised is read again, from L1 where it is still there
 // (two rows of 32768 in 16 bits are), else from L2.
-template <typename X, typename H, bool kResidual, bool kUsual>
-__global__ void __launch_bounds__(kWideLanes, fitting_blocks(kWideLanes, kResidual ? 1 : 2))
+template <typename X, typename H, bool kResidual, typename C, bool kUsual>
+__global__ void __launch_bounds__(C::kThreads, (kForwardBlocks<C, kResidual>))
     rms_norm_forward_wide_kernel(const __grid_constant__ ForwardArgs a) {
   constexpr int kH = kVec<X> * sizeof(H);
-  __shared__ float scratch[kWideLanes / kWarp];
+  __shared__ float scratch[C::kLanes / kWarp];
   const int64_t row = blockIdx.x;
   const int count = a.width / kVec<X>;
   const char* x_row = a.x_row(row);
@@ -217,7 +221,7 @@ __global__ void __launch_bounds__(kWideLanes, fitting_blocks(kWideLanes, kResidu
 
   float sum = 0.0f;
 #pragma unroll 4
-  for (int at = threadIdx.x; at < count; at += kWideLanes) {
+  for (int at = threadIdx.x; at < count; at += C::kLanes) {
     Loaded<X, H, kResidual> loaded;
     if constexpr (kResidual) {
       loaded.load(x_row + at * 16, residual_row + at * kH, policy);
@@ -232,12 +236,12 @@ __global__ void __launch_bounds__(kWideLanes, fitting_blocks(kWideLanes, kResidu
       store_floats<H>(h_row + at * kH, h);
     }
   }
-  sum = row_sum<kWideLanes>(sum, scratch);
+  sum = row_sum<C::kLanes>(sum, scratch);
   const float rstd = inverse_rms<X>(sum, a.inverse_width, a.eps);
   if (a.rstd != nullptr && threadIdx.x == 0) a.rstd[row] = rstd;
 
 #pragma unroll 2
-  for (int at = threadIdx.x; at < count; at += kWideLanes) {
+  for (int at = threadIdx.x; at < count; at += C::kLanes) {
     uint4 usual;
     if (kUsual) usual = __ldg(reinterpret_cast<const uint4*>(a.weight) + at);
     float y[kVec<X>];
@@ -276,10 +280,9 @@ __global__ void __launch_bounds__(C::kThreads, (kBundleBlocks<X, C>))
   const int here = a.rows - first < a.bundle ? static_cast<int>(a.rows - first) : a.bundle;
   const Run run(first, here, a.width * static_cast<int>(sizeof(X)), a.rows);
 
-  if (threadIdx.x == 0) {
-    init_barrier(&arrived);
-    expect_bytes(&arrived, run.whole);
-  }
+  if (threadIdx.x == 0) init_barrier(&arrived);
+  __syncthreads();  // nobody asks a barrier before it is there
+  if (threadIdx.x == 0) expect_bytes(&arrived, run.whole);
   fetch_run<X, C::kThreads>(a.x, run, bundle, &arrived, read_policy(a.large));
   copy_async_commit();
   float weight[C::kVecs][N];
@@ -391,7 +394,7 @@ bool launch_forward_bundle(ForwardArgs& a, int device, cudaStream_t stream) {
   const int64_t row_bytes = a.width * static_cast<int64_t>(sizeof(X));
   const bool alone = !a.residual_rows.present() && a.weight_rows.column_stride == 1;
   if (!alone || !bundles<X>(a.x_rows) || reinterpret_cast<uintptr_t>(a.y) % 16 != 0) return false;
-  const int64_t rounds = kBundleBytes / (C::kGroups * row_bytes);
+  const int64_t rounds = kBundleBytes<C> / (C::kGroups * row_bytes);
   a.bundle = C::kGroups * static_cast<int>(rounds > 1 ? rounds : 1);
   const auto kernel = rms_norm_forward_bundle_kernel<X, C>;
   const int64_t bytes = Run::room(a.bundle, row_bytes);
@@ -418,8 +421,12 @@ Status launch_forward_vectors(ForwardArgs& a, int device, cudaStream_t stream) {
     if (few && near && count > kFewVectors && a.offset == 0.0f && FewRowsConfigs::pick(count, held)) return status;
   }
   if (ForwardConfigs::pick(count, held)) return status;
-  rms_norm_forward_wide_kernel<X, H, kResidual, kUsual><<<static_cast<unsigned>(a.rows), kWideLanes, 0, stream>>>(a);
-  return launch_status();
+  WideConfigs::pick(count, [&](auto config) {
+    using C = decltype(config);
+    const dim3 grid(static_cast<unsigned>(a.rows));
+    status = launch(rms_norm_forward_wide_kernel<X, H, kResidual, C, kUsual>, grid, C::kThreads, 0, false, stream, a);
+  });
+  return status;
 }
 
 // The usual arguments: a weight of x's dtype, multiplied before rounding.
@@ -439,11 +446,12 @@ Status launch_forward(ForwardArgs& a, int device, cudaStream_t stream) {
     if (residual == kDType<X>) return launch_forward_vectors<X, X, true>(a, device, stream);
     if (residual == DType::kFloat32) return launch_forward_vectors<X, float, true>(a, device, stream);
   }
-  auto any = [&](auto config) {
-    using C = decltype(config);
-    if (!launch_forward_bundle<X, C>(a, device, stream)) launch_forward_any<X, C::kLanes>(a, stream);
+  const int64_t count = divide_up(a.width, kVec<X>);
+  auto any = [&](auto config) { launch_forward_any<X, decltype(config)::kLanes>(a, stream); };
+  auto bundle_or_any = [&](auto config) {
+    if (!launch_forward_bundle<X, decltype(config)>(a, device, stream)) any(config);
   };
-  if (!ForwardConfigs::pick(divide_up(a.width, kVec<X>), any)) launch_forward_any<X, kWideLanes>(a, stream);
+  if (!ForwardConfigs::pick(count, bundle_or_any)) WideConfigs::pick(count, any);
   return launch_status();
 }
 

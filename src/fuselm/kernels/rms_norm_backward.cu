@@ -270,14 +270,19 @@ __global__ void __launch_bounds__(C::kThreads, fitting_blocks(C::kThreads, C::kB
   });
 }
 
-// Blocks of a multiprocessor whose threads have registers for dw and the weight, and 48 more.
+// The block that takes rows of odd width. Several of a multiprocessor work while others wait: as many as have registers
+// for dw and the weight, and 48 more, or 32 where that makes two of one.
 template <typename X, typename C>
-constexpr int kBundleBlocks =
-    at_most(fitting_blocks(C::kThreads, 65536 / ((2 * C::kVecs * kVec<X> + 48) * C::kThreads)), kMostBlocks);
+struct Bundle {
+  static constexpr int kThreads = C::kLanes > 256 ? C::kLanes : 256;
+  static constexpr int kRegisters = 2 * C::kVecs * kVec<X> + (kThreads > 256 ? 32 : 48);
+  static constexpr int kFitting = fitting_blocks(kThreads, at_most(65536 / (kRegisters * kThreads), kMostBlocks));
+  using type = Config<C::kLanes, C::kVecs, kThreads, kFitting>;
+};
 
 // Rows of odd width that follow one another: a bundle of them a round. dx takes the place of dy in shared memory.
 template <typename X, typename C>
-__global__ void __launch_bounds__(C::kThreads, (kBundleBlocks<X, C>))
+__global__ void __launch_bounds__(C::kThreads, C::kBlocks)
     rms_norm_backward_bundle_kernel(const __grid_constant__ BackwardArgs a) {
   constexpr int N = kVec<X>;
   constexpr int kSpan = C::kLanes * N;
@@ -514,20 +519,19 @@ template <typename X, typename C>
 bool launch_backward_bundle(BackwardArgs& a, const DeviceFacts& facts, int device, cudaStream_t stream,
                             int64_t& partial_rows) {
   static std::atomic<bool> allowed[kMaxDevices];
-  constexpr int kBlocks = kBundleBlocks<X, C>;
   const bool alone = a.dresidual == nullptr && !a.dresidual_out.present() && a.weight_rows.column_stride == 1;
   const bool aligned = reinterpret_cast<uintptr_t>(a.dx) % 16 == 0;
   if (!alone || !aligned || !bundles<X>(a.dy) || !bundles<X>(a.h)) return false;
   const int64_t row_bytes = a.width * static_cast<int64_t>(sizeof(X));
-  const int64_t turns = kBundleBytes / kBlocks / (C::kGroups * row_bytes);
+  const int64_t turns = kBundleBytes / C::kBlocks / (C::kGroups * row_bytes);
   a.bundle = C::kGroups * static_cast<int>(turns > 1 ? turns : 1);
   const int64_t stage = 2 * Run::room(a.bundle, row_bytes);
-  a.stages = stages_of(stage, kBlocks, 2, facts);
+  a.stages = stages_of(stage, C::kBlocks, 2, facts);
   const int64_t groups = C::kGroups * a.partial_stride * static_cast<int64_t>(sizeof(float));
   const int64_t bytes = a.stages * stage > groups ? a.stages * stage : groups;
   const auto kernel = rms_norm_backward_bundle_kernel<X, C>;
   if (!allow_shared(kernel, device, bytes, allowed)) return false;
-  partial_rows = at_most(divide_up(a.rows, a.bundle), static_cast<int64_t>(facts.multiprocessors) * kBlocks);
+  partial_rows = at_most(divide_up(a.rows, a.bundle), static_cast<int64_t>(facts.multiprocessors) * C::kBlocks);
   kernel<<<static_cast<unsigned>(partial_rows), C::kThreads, static_cast<size_t>(bytes), stream>>>(a);
   return true;
 }
@@ -582,7 +586,8 @@ Status launch_backward(BackwardArgs& a, const DeviceFacts& facts, int device, cu
     done = launch_backward_vectors<X, float>(a, facts, device, stream, partial_rows);
   } else {
     BackwardConfigs<X>::pick(count, [&](auto config) {
-      done = launch_backward_bundle<X, decltype(config)>(a, facts, device, stream, partial_rows);
+      using C = typename Bundle<X, decltype(config)>::type;
+      done = launch_backward_bundle<X, C>(a, facts, device, stream, partial_rows);
     });
   }
   // By the kernel with the same lanes and parts, so with the same bits.
