@@ -114,9 +114,10 @@ def test_rms_norm_backward_refuses_tensors_that_do_not_belong_together(cuda: str
         backward(dy, h, torch.ones(6, device=cuda)[::2], None, of_h, 0.0, 0b011)
 
 
-# Widths and rows that take each of the kernels for odd and for wide rows round several times, and end amid a bundle.
-MANY_ROWS = [(4099, 7), (999, 63), (5003, 257), (1203, 1001), (301, 2049), (150, 8191), (299, 16383), (300, 20488)]
-MANY_ROWS += [(100, 65536), (40, 262144)]
+# Widths and rows that take the kernels for odd and for wide rows, wide ones and most odd ones round several times, and
+# that end amid a bundle.
+MANY_ROWS = [(4099, 7), (999, 63), (20011, 257), (7001, 1001), (2003, 2049), (803, 8191), (299, 16383)]
+MANY_ROWS += [(300, 20488), (100, 65536), (40, 262144)]
 
 
 @pytest.mark.gpu
@@ -141,6 +142,22 @@ def test_odd_and_wide_rows_have_the_bits_they_have_element_by_element(
     allowed = torch.finfo(dtype).eps * terms.sum(0).abs() + 2**-19 * terms.square().sum(0).sqrt()
     for _, _, dweight in found.values():
         assert ((dweight.double() - terms.sum(0)).abs() <= allowed).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("width", [1024, 1001, 32768])
+def test_where_the_weight_lies_changes_no_bit(cuda: str, width: int) -> None:
+    made = torch.Generator(cuda).manual_seed(0)
+    x, dy = (torch.randn(37, width, device=cuda, generator=made).to(torch.bfloat16) for _ in range(2))
+    flat = torch.randn(width + 1, device=cuda, generator=made).to(torch.bfloat16)
+    found = []
+    for weight in (flat[1:], flat[1:].clone()):  # misaligned, as a view into a buffer of parameters may be
+        leaf = x.detach().requires_grad_()
+        y = ops.rms_norm(leaf, weight)
+        found.append((y, *torch.autograd.grad(y, leaf, dy), ops.rms_norm(x[:1], weight), y[:1]))
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+    assert torch.equal(*found[0][2:])
 
 
 def columns_apart(x: torch.Tensor) -> torch.Tensor:

@@ -327,8 +327,8 @@ constexpr int kResidentThreads = 1536;
 constexpr int kResidentThreads = 2048;
 #endif
 
-constexpr int fitting_blocks(int threads, int64_t blocks) {
-  return static_cast<int>(blocks * threads <= kResidentThreads ? blocks : kResidentThreads / threads);
+constexpr int fitting_blocks(int threads, int blocks) {
+  return blocks * threads <= kResidentThreads ? blocks : kResidentThreads / threads;
 }
 
 struct DeviceFacts {
@@ -390,7 +390,10 @@ bool allow_shared(Kernel kernel, int device, int64_t bytes, std::atomic<bool> (&
   const int most = device_facts(device).shared_bytes - kOwnShared;
   if (bytes > most) return false;
   if (allowed[device].load(std::memory_order_relaxed)) return true;
-  if (cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most) != cudaSuccess) return false;
+  if (cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most) != cudaSuccess) {
+    cudaGetLastError();  // not to be taken for that of the kernel that runs instead
+    return false;
+  }
   allowed[device].store(true, std::memory_order_relaxed);
   return true;
 }

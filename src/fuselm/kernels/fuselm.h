@@ -54,7 +54,7 @@ struct Stream {
   int32_t device = -1;
 };
 
-// rms_norm.cu; the mathematics and the contract are in rms_norm.py.
+// rms_norm.cu and rms_norm_backward.cu; the mathematics and the contract are in rms_norm.py.
 FUSELM_EXPORT Status rms_norm_forward(const Input& x, const OptionalInput& weight, const OptionalInput& residual,
                                       double eps, double offset, bool round_first, const Like<0>& y,
                                       const Like<2>& residual_out, const RowStat<0>& rstd, Stream stream);

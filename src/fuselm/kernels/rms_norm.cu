@@ -1,22 +1,19 @@
-// RMSNorm, forward and backward: y = h / rms(h) * (offset + weight), h = x or x + residual. Contract: rms_norm.py.
+// RMSNorm: y = h / rms(h) * (offset + weight), h = x or x + residual. Contract: rms_norm.py; backward:
+// rms_norm_backward.cu.
 //
-// Traffic. Forward reads x once and writes y once: the row waits in registers for its own sum. Backward reads dy and h
-// once and writes dx once: rows come to shared memory ahead of use, and the weight's gradient is summed in registers
-// over all rows a block sees; each block leaves one partial row, and a second kernel adds the partial rows in a fixed
-// order. No atomics: results are bitwise repeatable, and a row's result does not depend on the other rows.
+// Traffic. x is read once and y written once: the row waits in registers for its own sum. No atomics: results are
+// bitwise repeatable, and a row's result does not depend on the other rows.
 //
 // Threads. `kLanes` threads own a row, up to kVecs vectors of 16 bytes each; narrow rows share a block. How many lanes,
-// and so the order of a row's sum, follows from the width alone. Rows too wide for a configuration take the *_wide
-// kernels, rows that are not whole aligned vectors (odd widths, odd strides, expanded tensors) the *_any kernels:
-// slower, same order of sums.
+// and so the order of a row's sum, follows from the width alone. Rows too wide to wait in registers are read twice by
+// the *_wide kernels. Odd widths come in bundles of rows. What is left (odd strides, expanded tensors, odd widths that
+// are wide or have a residual) takes the *_any kernels: slower, same order of sums.
 #include <cmath>
 
 #include "rows.cuh"
 
 namespace fuselm {
 namespace {
-
-// ---- forward -------------------------------------------------------------------------------------------------------
 
 // Each is the fastest of a sweep on an H200, docs/log.md.
 using ForwardConfigs =
@@ -393,7 +390,7 @@ bool launch_forward_bundle(ForwardArgs& a, int device, cudaStream_t stream) {
   static std::atomic<bool> allowed[kMaxDevices];
   const int64_t row_bytes = a.width * static_cast<int64_t>(sizeof(X));
   const bool alone = !a.residual_rows.present() && a.weight_rows.column_stride == 1;
-  if (!alone || !bundles<X>(a.x_rows) || reinterpret_cast<uintptr_t>(a.y) % 16 != 0) return false;
+  if (!alone || !bundles<X>(a.x_rows, a.width) || reinterpret_cast<uintptr_t>(a.y) % 16 != 0) return false;
   const int64_t rounds = kBundleBytes<C> / (C::kGroups * row_bytes);
   a.bundle = C::kGroups * static_cast<int>(rounds > 1 ? rounds : 1);
   const auto kernel = rms_norm_forward_bundle_kernel<X, C>;

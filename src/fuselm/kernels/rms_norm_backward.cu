@@ -6,9 +6,7 @@
 //
 // Threads. As in forward. A row too wide for one block is shared by a cluster of them, a part each; the parts' sums
 // meet in shared memory. Odd widths come in bundles of rows. What is left (odd strides, expanded tensors, odd widths
-// that are wide, wide rows before sm_90) takes the *_any kernels: slower, same order of sums.
-#include <cmath>
-
+// that are wide or have a residual, wide rows before sm_90) takes the *_any kernels: slower, same order of sums.
 #include "rows.cuh"
 
 namespace fuselm {
@@ -28,7 +26,7 @@ template <typename X>
 using BackwardConfigs = std::conditional_t<sizeof(X) == 4, BackwardConfigs32, BackwardConfigs16>;
 
 constexpr int kMaxStages = 3;
-constexpr int64_t kStageLimit = 128 << 10;  // bytes a block has under way: with more 8192x16384 is 3 % slower
+constexpr int64_t kStageLimit = 130 << 10;  // bytes a block has under way: with more 8192x16384 is 3 % slower
 constexpr int kMostBlocks = 4;              // of the configurations above
 constexpr int64_t kBundleBytes = 48 << 10;  // of rows of odd width that a multiprocessor takes a round
 constexpr int kColumnThreads = 128;
@@ -276,13 +274,13 @@ template <typename X, typename C>
 struct Bundle {
   static constexpr int kThreads = C::kLanes > 256 ? C::kLanes : 256;
   static constexpr int kRegisters = 2 * C::kVecs * kVec<X> + (kThreads > 256 ? 32 : 48);
-  static constexpr int kFitting = fitting_blocks(kThreads, at_most(65536 / (kRegisters * kThreads), kMostBlocks));
-  using type = Config<C::kLanes, C::kVecs, kThreads, kFitting>;
+  static constexpr int kBlocks = static_cast<int>(at_most(65536 / (kRegisters * kThreads), kMostBlocks));
+  using type = Config<C::kLanes, C::kVecs, kThreads, kBlocks>;
 };
 
 // Rows of odd width that follow one another: a bundle of them a round. dx takes the place of dy in shared memory.
 template <typename X, typename C>
-__global__ void __launch_bounds__(C::kThreads, C::kBlocks)
+__global__ void __launch_bounds__(C::kThreads, fitting_blocks(C::kThreads, C::kBlocks))
     rms_norm_backward_bundle_kernel(const __grid_constant__ BackwardArgs a) {
   constexpr int N = kVec<X>;
   constexpr int kSpan = C::kLanes * N;
@@ -491,7 +489,7 @@ int most_clusters(Kernel kernel, const Launch& how, std::atomic<int>& known) {
   int clusters = 0;
   const bool ok = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1) == cudaSuccess &&
                   cudaOccupancyMaxActiveClusters(&clusters, kernel, &how.config) == cudaSuccess;
-  if (!ok) cudaGetLastError(), clusters = 0;
+  if (!ok) return cudaGetLastError(), 0;
   known.store(clusters + 1, std::memory_order_relaxed);
   return clusters;
 }
@@ -512,7 +510,9 @@ bool launch_backward_parts(BackwardArgs a, const DeviceFacts& facts, int device,
   partial_rows = at_most(a.rows, most_clusters(kernel, how, clusters[device][a.parts]));
   if (partial_rows == 0) return false;
   how.config.gridDim.x = static_cast<unsigned>(partial_rows * a.parts);
-  return how(kernel, a) == Status::kOk;
+  if (how(kernel, a) == Status::kOk) return true;
+  cudaGetLastError();  // not to be taken for that of the kernel that runs instead
+  return false;
 }
 
 template <typename X, typename C>
@@ -521,7 +521,7 @@ bool launch_backward_bundle(BackwardArgs& a, const DeviceFacts& facts, int devic
   static std::atomic<bool> allowed[kMaxDevices];
   const bool alone = a.dresidual == nullptr && !a.dresidual_out.present() && a.weight_rows.column_stride == 1;
   const bool aligned = reinterpret_cast<uintptr_t>(a.dx) % 16 == 0;
-  if (!alone || !aligned || !bundles<X>(a.dy) || !bundles<X>(a.h)) return false;
+  if (!alone || !aligned || !bundles<X>(a.dy, a.width) || !bundles<X>(a.h, a.width)) return false;
   const int64_t row_bytes = a.width * static_cast<int64_t>(sizeof(X));
   const int64_t turns = kBundleBytes / C::kBlocks / (C::kGroups * row_bytes);
   a.bundle = C::kGroups * static_cast<int>(turns > 1 ? turns : 1);

@@ -488,9 +488,10 @@ __host__ __device__ constexpr int any_threads(int lanes) { return lanes < 128 ? 
 // Rows of odd width that follow one another are no vectors, but what they lie in is: a bundle of rows comes to shared
 // memory, and leaves it, as one run of bytes. In between its elements are taken one by one, neighbouring lanes
 // neighbouring elements as in span_of: there that costs an instruction, not a request to memory.
+// (Widths that are whole vectors never are: their sums have another order.)
 template <typename X>
-bool bundles(const Rows& rows) {
-  return rows.dtype == kDType<X> && rows.adjacent && rows.column_stride == 1 &&
+bool bundles(const Rows& rows, int width) {
+  return width % kVec<X> != 0 && rows.dtype == kDType<X> && rows.adjacent && rows.column_stride == 1 &&
          reinterpret_cast<uintptr_t>(rows.data) % 16 == 0;
 }
 

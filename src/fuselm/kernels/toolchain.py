@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 # What `--arch all` embeds. ptx120 is PTX, which the driver compiles for GPUs newer than any listed here.
 ALL_ARCHITECTURES = ("75", "80", "86", "89", "90a", "100", "120", "ptx120")
-OLDEST_NVCC = (12, 0)  # the first with sm_90a
+OLDEST_NVCC = (12, 1)  # the first whose PTX has st.async, by which the blocks of a cluster meet
 OLDEST_NVCC_FOR_BLACKWELL = (12, 8)  # the first with sm_100 and sm_120
 
 

@@ -1,6 +1,6 @@
 """RMSNorm for JAX: forward and backward as raw calls, custom_vjp over them, and the function people call.
 
-The contract is kernels/rms_norm.py. On CUDA the raw calls run rms_norm.cu, the same machine code PyTorch runs, so the
+The contract is kernels/rms_norm.py. On CUDA the raw calls run rms_norm*.cu, the same machine code PyTorch runs, so the
 results are the same to the bit; elsewhere they are jnp. vmap folds the mapped axis into the rows: one launch, not many.
 
     y = rms_norm(x, weight)

@@ -1,6 +1,6 @@
 """RMSNorm for PyTorch: the raw ops, their plain and fake implementations, autograd, and the function people call.
 
-The contract is kernels/rms_norm.py. On CUDA the raw ops run rms_norm.cu; elsewhere the plain implementations below.
+The contract is kernels/rms_norm.py. On CUDA the raw ops run rms_norm*.cu; elsewhere the plain implementations below.
 
     y = rms_norm(x, weight)
     y, residual = rms_norm(x, weight, residual=residual)     # residual <- x + residual; y <- norm of it
