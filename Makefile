@@ -39,7 +39,7 @@ gpu-check: ## On a GPU: PART=tests|sanitizer|bench (all in turn when empty), OPS
 	  echo "gpu-check: $$part"; PYTHONPATH=src:$$PYTHONPATH $(PYTHON) -m fuselm.bench.record --part $$part --ops "$(OPS)"; done
 
 clean: ## Remove the environment, caches and runs
-	rm -rf $(VENV) runs .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) runs results .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find src tests examples -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(STAMP): pyproject.toml constraints.txt

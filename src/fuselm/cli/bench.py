@@ -58,7 +58,8 @@ def kernels(
         typer.Option(help="Which of fused, torch, compile, liger, quack. Default: all on a GPU, fused,torch on a CPU."),
     ] = "",
     containing: Annotated[
-        str, typer.Option("--filter", help='Only cases whose label, such as "rms_norm plain 32768x768", has this text.')
+        str,
+        typer.Option("--filter", help='Only cases whose label, such as "rms_norm plain 32768x768" (on a GPU), has it.'),
     ] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
 ) -> None:

@@ -56,7 +56,7 @@ def check(
         raise refuse(
             "rms_norm: offset must be a finite number, and 0 without a weight",
             f"offset={offset} {'with' if weight else 'without'} a weight",
-            "Pass a weight, or leave offset out.",
+            "Pass a weight, or leave offset out." if weight is None else "Pass an offset that fp32 can hold.",
         )
     if cast_mode not in CAST_MODES:
         raise refuse(
@@ -271,6 +271,7 @@ BAD_CALLS = (
     BadCall("eps no number", {"x": _X}, {"eps": "small"}, ("eps must be a Python number", "str")),
     BadCall("offset None", {"x": _X, "weight": _W}, {"offset": None}, ("offset must be a Python number", "NoneType")),
     BadCall("offset NaN", {"x": _X, "weight": _W}, {"offset": float("nan")}, ("offset must be", "offset=nan")),
+    BadCall("offset above fp32", {"x": _X, "weight": _W}, {"offset": 1e39}, ("1e+39 with a weight", "fp32 can hold")),
     BadCall("unknown cast mode", {"x": _X}, {"cast_mode": "none"}, ("cast_mode must be", "'none'")),
 )
 
