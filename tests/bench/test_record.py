@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,7 +27,7 @@ REPORT = """<testsuites><testsuite>
 <testcase classname="tests.kernels.test_generic" name="test_forward[rms_norm-odd]"/>
 <testcase classname="tests.kernels.test_generic" name="test_forward[rms_norm-wide]"><failure/></testcase>
 <testcase classname="tests.kernels.test_generic" name="test_forward[norm-wide]"/>
-<testcase classname="tests.bench.test_harness" name="test_capture"><skipped/></testcase>
+<testcase classname="tests.bench.test_harness" name="test_capture"><skipped message="one GPU only"/></testcase>
 <testcase classname="tests.bench.test_harness" name="test_set_up"><error/></testcase>
 </testsuite></testsuites>"""
 
@@ -100,6 +102,25 @@ def test_a_record_with_a_gap_does_not_vouch(spoil: Callable[[dict[str, Any]], An
     found = record.problems(made, HEADER["sources"], ["rms_norm"])
     assert len(found) == 1
     assert says in found[0]
+
+
+def test_a_gpu_test_that_saw_no_gpu_is_a_failure_with_its_reason() -> None:
+    for attribute, reason in (('message="JAX sees no gpu"', "JAX sees no gpu"), ("", "no reason")):
+        skipped = f'<testcase classname="tests.a" name="test_x[rms_norm]"><skipped {attribute}/></testcase>'
+        found = record.count_tests(f"<testsuite>{skipped}</testsuite>", ["rms_norm"])
+        assert (found["failed"], found["skipped"]) == (1, 0)
+        assert found["failures"] == [f"tests.a.test_x[rms_norm] (skipped: {reason})"]
+
+
+def test_pytests_own_report_is_understood(tmp_path: Path) -> None:
+    reasons = [record.ONE_GPU, "JAX sees no gpu"]
+    body = "".join(f"def test_{i}():\n    pytest.skip({reason!r})\n" for i, reason in enumerate(reasons))
+    (tmp_path / "test_it.py").write_text(f"import pytest\n{body}def test_passes():\n    pass\n")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--junitxml=report.xml", "test_it.py"]
+    subprocess.run(command, cwd=tmp_path, capture_output=True, check=True)
+    found = record.count_tests((tmp_path / "report.xml").read_text(), [])
+    assert [found[count] for count in record.COUNTS] == [1, 1, 1]
+    assert found["failures"] == ["test_it.test_1 (skipped: JAX sees no gpu)"]
 
 
 def test_tests_are_counted_for_each_op_and_errors_are_failures() -> None:

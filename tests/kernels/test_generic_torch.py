@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+from fuselm.bench.record import ONE_GPU
 from fuselm.kernels.spec import BadCall, Case, RefusedInput
 from tests.kernels.arrays import (
     LAYOUTS,
@@ -329,7 +330,7 @@ def test_tensors_of_two_devices_are_refused(op_name: str, case: Case, cuda: str)
 @pytest.mark.parametrize(("op_name", "case"), each_case(small))
 def test_the_second_gpu_gives_what_the_first_gives(op_name: str, case: Case, cuda: str) -> None:
     if torch.cuda.device_count() < 2:
-        pytest.skip("one GPU only")
+        pytest.skip(ONE_GPU)
     problem = problem_of(op_name, case)
     first, second = run(op_of(op_name), problem, "cuda:0"), run(op_of(op_name), problem, "cuda:1")
     for here, there in zip(first, second, strict=True):

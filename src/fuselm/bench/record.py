@@ -41,6 +41,7 @@ SECONDS = 450  # of a part, so that with building and starting it stays under ei
 HEADER = ("gpu", "driver", "versions", "date", "commit", "sources")
 TABLES = {"rows": ROW_FIELDS, "decode": DECODE_FIELDS, "host": HOST_FIELDS}
 COUNTS = ("passed", "failed", "skipped")
+ONE_GPU = "one GPU only"  # the reason of a test that wants a second one, and the only good one to skip a GPU test
 MAKE_ONE = "Make one on a machine with a GPU: make gpu-check"
 
 
@@ -123,16 +124,21 @@ def run_tests(names: Sequence[str], everything: bool) -> Record:
 
 
 def count_tests(report: str, names: Sequence[str]) -> Record:
-    """passed, failed and skipped of a JUnit report: in all, and for each op; errors count as failures."""
+    """passed, failed and skipped of a JUnit report: in all, and for each op.
+
+    Errors count as failures, and so do tests that found no GPU or no framework: they vouch for nothing.
+    """
     by_op: dict[str, dict[str, int]] = {}
     failures = []
     for case in ElementTree.fromstring(report).iter("testcase"):
         name = f"{case.get('classname', '')}.{case.get('name', '')}"
-        outcome = next((tag for tag in ("failure", "error", "skipped") if case.find(tag) is not None), "passed")
-        outcome = "failed" if outcome in ("failure", "error") else outcome
+        skipped = case.find("skipped")
+        reason = "" if skipped is None else skipped.get("message", "no reason")
+        failed = case.find("failure") is not None or case.find("error") is not None or reason not in ("", ONE_GPU)
         of = by_op.setdefault(op_of_test(name, names), dict.fromkeys(COUNTS, 0))
-        of[outcome] += 1
-        failures += [name] if outcome == "failed" else []
+        of["failed" if failed else "skipped" if reason else "passed"] += 1
+        if failed:
+            failures.append(f"{name} (skipped: {reason})" if reason else name)
     return _merge_tests(None, {"ops": by_op, "failures": failures})
 
 
