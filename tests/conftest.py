@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from fuselm.kernels import toolchain
+from fuselm import compiler
 
 COMPILER = """#!/bin/sh
 if [ "$1" = --version ]; then echo "{version}"; exit 0; fi
@@ -36,7 +36,7 @@ class PretendCompilers:
         script = self.folder / "bin" / name
         script.write_text(COMPILER.format(version=version, log=self.log, extra=extra))
         script.chmod(0o755)
-        toolchain.version_text.cache_clear()
+        compiler.version_text.cache_clear()
 
     @property
     def calls(self) -> list[str]:

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from fuselm.bench.peers import NAMES
-from fuselm.bench.report import Row, shape_text, write_whole
+from fuselm.bench.report import Row, shape_text
+from fuselm.files import write_whole
 
 # One colour for each implementation, told apart by the colour-blind too (Okabe and Ito's palette).
 COLOURS = {"fused": "#0072B2", "torch": "#999999", "compile": "#E69F00", "liger": "#009E73", "quack": "#CC79A7"}

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from fuselm.bench.peers import NAMES
-from fuselm.bench.report import Row, shape_text, write_whole
+from fuselm.bench.report import Row, shape_text
+from fuselm.files import write_whole
 
 BEGIN, END = "<!-- roofline:begin -->", "<!-- roofline:end -->"
 RECORD, PICTURE, README = Path("gpu/h200.json"), Path("gpu/roofline.png"), Path("README.md")

@@ -29,7 +29,8 @@ from pathlib import Path
 from typing import Any
 
 from fuselm.bench import machine
-from fuselm.bench.report import DECODE_FIELDS, HOST_FIELDS, ROW_FIELDS, Results, to_json, write_whole
+from fuselm.bench.report import DECODE_FIELDS, HOST_FIELDS, ROW_FIELDS, Results, to_json
+from fuselm.files import write_whole
 from fuselm.kernels import build
 from fuselm.kernels.spec import ops
 

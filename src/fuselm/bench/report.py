@@ -10,11 +10,12 @@ from __future__ import annotations
 import csv
 import io
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from fuselm.files import write_whole
 
 Row = dict[str, Any]
 
@@ -85,16 +86,6 @@ def write_rows(folder: Path, header: Mapping[str, Any], results: Results) -> lis
     write_whole(folder / "rows.csv", to_csv(results.rows, ROW_FIELDS))
     write_whole(folder / "rows.json", to_json({**header, **results.tables()}))
     return [folder / "rows.csv", folder / "rows.json"]
-
-
-def write_whole(path: Path, text: str | bytes) -> None:
-    """Write beside the file, then rename: whoever reads it sees the old text or the new."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        partial.write_bytes(text.encode() if isinstance(text, str) else text)
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def to_csv(rows: Sequence[Row], fields: Sequence[str]) -> str:

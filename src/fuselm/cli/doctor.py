@@ -147,6 +147,7 @@ def probe_framework(name: str) -> Framework:
 
 def look_at_machine() -> Machine:
     """The GPUs, the compilers and the build cache."""
+    from fuselm import compiler
     from fuselm.kernels import build, toolchain
 
     found, build_error = toolchain.gpus(), ""
@@ -156,14 +157,14 @@ def look_at_machine() -> Machine:
         toolchain.find_compilers(architectures)
     except build.BuildError as error:
         build_error = str(error)
-    nvcc, host = toolchain.find_nvcc(), toolchain.find_host_compiler()
+    nvcc, host = toolchain.find_nvcc(), compiler.find_host_compiler()
     nvcc_version = ".".join(map(str, toolchain.nvcc_version(nvcc))) if nvcc else ""
     return Machine(
         gpus=[{"name": gpu.name, "capability": f"{gpu.capability[0]}.{gpu.capability[1]}"} for gpu in found],
         architectures=architectures,
         driver=_driver_version() if found else "",
         nvcc=f"{nvcc_version} ({nvcc})" if nvcc else "",
-        host_compiler=toolchain.version_text(host).partition("\n")[0] if host else "",
+        host_compiler=compiler.version_text(host).partition("\n")[0] if host else "",
         cache_dir=str(build.cache_dir()),
         built={which: build.is_built(which) for which in build.LIBRARIES},
         build_error=build_error,

@@ -14,24 +14,22 @@ by a hash of all that went into them, so nothing is ever stale and an edit rebui
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
-import re
 import shutil
-import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from fuselm import compiler
+from fuselm.compiler import BuildError
+from fuselm.files import cache_dir
 from fuselm.kernels.toolchain import (
     ALL_ARCHITECTURES,
-    BuildError,
     Compilers,
     Unavailable,
     check_architectures,
@@ -92,14 +90,6 @@ class Unit:
 # --- sources and cache -----------------------------------------------------------------------------------------------
 
 
-def cache_dir() -> Path:
-    """The user cache, whether or not it exists yet."""
-    if configured := os.environ.get("FUSELM_CACHE_DIR"):
-        return Path(configured)
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "fuselm"
-
-
 def native_sources(source_dir: Path = SOURCE_DIR) -> list[Path]:
     """Every native file of the kernels, headers too, sorted by name."""
     return sorted(p for p in source_dir.iterdir() if p.suffix in (".cu", ".cuh", ".h", ".cpp", ".cc"))
@@ -112,7 +102,7 @@ def source_hashes(source_dir: Path = SOURCE_DIR) -> dict[str, str]:
 
 def clean() -> None:
     """Forget every object, library and log; the next use builds anew."""
-    with _lock():
+    with compiler.build_lock(_root()):
         for folder in ("objects", "lib", "logs"):
             shutil.rmtree(_root() / folder, ignore_errors=True)
 
@@ -200,7 +190,7 @@ def library(
         return path
     core_path = _library_path("core", chosen, source_dir, tools)
     units = {part: _units(part, chosen, source_dir, tools) for part in dict.fromkeys(("core", which))}
-    with _lock():
+    with compiler.build_lock(_root()):
         _compile([unit for part in units.values() for unit in part], label_of(chosen), verbose)
         for part, part_units in units.items():
             target = _library_path(part, chosen, source_dir, tools)
@@ -217,7 +207,7 @@ def compile_only(
     _check_name(which)
     chosen = check_architectures(architectures)
     units = _units(which, chosen, source_dir, find_compilers(chosen))
-    with _lock():
+    with compiler.build_lock(_root()):
         _compile(units, label_of(chosen), verbose)
     return [unit.object for unit in units]
 
@@ -244,27 +234,6 @@ def _choose(which: str, architectures: Sequence[str] | None, source_dir: Path) -
     # A library built for all architectures (in a container image, say) serves any GPU: do not build a second one.
     built = [chosen for chosen in (detected, ALL_ARCHITECTURES) if is_built(which, chosen, source_dir=source_dir)]
     return built[0] if built else detected
-
-
-@contextmanager
-def _lock() -> Iterator[None]:
-    """One build at a time: the processes of a multi-GPU job all reach their first op together."""
-    root = _root()
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-        handle = (root / "lock").open("w")
-    except OSError as error:
-        raise BuildError(
-            f"Built kernels are kept in {root}, which cannot be written ({error.strerror}). "
-            "Set FUSELM_CACHE_DIR to a folder that can."
-        ) from error
-    with handle:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            print("fuselm: waiting for another process that is building kernels", file=sys.stderr)
-            fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
 
 
 def _compile(units: Sequence[Unit], label: str, verbose: bool) -> None:
@@ -299,21 +268,7 @@ def _compile_one(unit: Unit, threads: int, verbose: bool) -> None:
 
 
 def _run(command: Sequence[str], output: Path, title: str, verbose: bool) -> None:
-    """Run a compiler or linker into a file of another name, then rename: a killed build leaves no half a library."""
-    partial, log = output.with_name(f".{output.name}.{os.getpid()}"), _root() / "logs" / f"{output.stem}.log"
-    for folder in (output.parent, log.parent):
-        folder.mkdir(parents=True, exist_ok=True)
-    full = [*command, "-o", str(partial)]
-    if verbose:
-        print(" ".join(full), file=sys.stderr)
-    finished = subprocess.run(full, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
-    log.write_text(" ".join(full) + "\n" + finished.stdout)
-    if finished.returncode != 0:
-        partial.unlink(missing_ok=True)
-        lines = finished.stdout.splitlines()
-        shown = [line for line in lines if re.search(r"error|undefined|cannot find", line)][:5] or lines[-5:]
-        raise BuildError("\n  ".join([f"fuselm: {title} did not compile:", *shown, f"Full log: {log}"]))
-    partial.replace(output)
+    compiler.run(command, output=output, log=_root() / "logs" / f"{output.stem}.log", title=title, verbose=verbose)
 
 
 class _Progress:

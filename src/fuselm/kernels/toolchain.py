@@ -10,7 +10,6 @@ sources, objects or the cache (build.py does). Whatever is missing is a BuildErr
 from __future__ import annotations
 
 import ctypes
-import functools
 import importlib.metadata
 import importlib.util
 import os
@@ -22,14 +21,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from fuselm.compiler import BuildError, find_host_compiler, version_text
+
 # What `--arch all` embeds. ptx120 is PTX, which the driver compiles for GPUs newer than any listed here.
 ALL_ARCHITECTURES = ("75", "80", "86", "89", "90a", "100", "120", "ptx120")
 OLDEST_NVCC = (12, 1)  # the first whose PTX has st.async, by which the blocks of a cluster meet
 OLDEST_NVCC_FOR_BLACKWELL = (12, 8)  # the first with sm_100 and sm_120
-
-
-class BuildError(RuntimeError):
-    """A build that cannot be done; the message says the rule, what was found, and what to do."""
 
 
 class Unavailable(BuildError):
@@ -170,18 +167,6 @@ def find_nvcc() -> Path | None:
         return Path(on_path)
     usual = Path("/usr/local/cuda/bin/nvcc")
     return usual if os.access(usual, os.X_OK) else None
-
-
-def find_host_compiler() -> Path | None:
-    """g++ on PATH."""
-    found = shutil.which("g++")
-    return Path(found) if found else None
-
-
-@functools.cache
-def version_text(compiler: Path) -> str:
-    """What `compiler --version` prints; asked once a process, since it is on the way to every library."""
-    return subprocess.run((str(compiler), "--version"), capture_output=True, text=True, check=False).stdout.strip()
 
 
 def nvcc_version(nvcc: Path) -> tuple[int, int]:
