@@ -8,6 +8,7 @@ with whole_file(Path("train.tokens")) as file:  # the same for what is written b
 from __future__ import annotations
 
 import fcntl
+import glob
 import os
 import sys
 from collections.abc import Iterator
@@ -55,7 +56,7 @@ def partial_path(path: Path) -> Path:
 
 def remove_partials(path: Path) -> None:
     """Remove what processes that were killed while they wrote `path` have left behind."""
-    for partial in path.parent.glob(f".{path.name}.*.partial"):
+    for partial in path.parent.glob(f".{glob.escape(path.name)}.*.partial"):
         pid = partial.name.split(".")[-2]
         if not (pid.isdigit() and _is_running(int(pid))):
             partial.unlink(missing_ok=True)

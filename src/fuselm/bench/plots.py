@@ -1,4 +1,4 @@
-"""Pictures of rows: the roofline (share of a copy's speed) and decode latency. Knows rows and matplotlib, nothing else.
+"""Pictures of rows: the roofline (share of a copy's speed), decode latency, the tokenizer. Knows rows and matplotlib.
 
 roofline(rows, Path("roofline.png"), title="NVIDIA H200")
 """
@@ -6,16 +6,16 @@ roofline(rows, Path("roofline.png"), title="NVIDIA H200")
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fuselm.bench.peers import NAMES
 from fuselm.bench.report import Row, shape_text
 from fuselm.files import write_whole
 
 # One colour for each implementation, told apart by the colour-blind too (Okabe and Ito's palette).
 COLOURS = {"fused": "#0072B2", "torch": "#999999", "compile": "#E69F00", "liger": "#009E73", "quack": "#CC79A7"}
+LIBRARY_COLOURS = {"fuselm": "#0072B2", "tiktoken": "#E69F00", "tokenizers": "#009E73"}
 
 
 def roofline(rows: Sequence[Row], path: Path, title: str) -> None:
@@ -49,6 +49,19 @@ def decode(rows: Sequence[Row], path: Path, title: str) -> None:
     _save(figure, path)
 
 
+def tokenizer(rows: Sequence[Row], path: Path, title: str) -> None:
+    """MB/s of each library in each task, on a logarithmic axis: between a call and a batch lie three orders."""
+    figure, (axis,) = _figure(1)
+    _bars(axis, rows, lambda row: row["mb_per_s"], group=_task, colours=LIBRARY_COLOURS)
+    for bars in axis.containers:
+        axis.bar_label(bars, fmt="%.3g", fontsize=6)
+    axis.set_yscale("log")
+    axis.set_ylim(bottom=min(row["mb_per_s"] for row in rows) / 3)  # the slowest has a bar to be seen too
+    axis.set_ylabel("MB/s")
+    figure.suptitle(f"Tokenizer: {title}")
+    _save(figure, path)
+
+
 def _figure(panels: int) -> tuple[Any, list[Any]]:
     # The object interface with its own canvas: no pyplot, so no global state and no display is looked for.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -61,25 +74,35 @@ def _figure(panels: int) -> tuple[Any, list[Any]]:
 
 
 def _bars(
-    axis: Any, rows: Sequence[Row], height: Callable[[Row], float], whisker: Callable[[Row], float] | None = None
+    axis: Any,
+    rows: Sequence[Row],
+    height: Callable[[Row], float],
+    whisker: Callable[[Row], float] | None = None,
+    group: Callable[[Row], str] | None = None,
+    colours: Mapping[str, str] = COLOURS,
 ) -> None:
-    """Bars grouped by case and shape, one for each implementation that has a row there."""
-    groups = list(dict.fromkeys(_group(row) for row in rows))
-    present = [name for name in NAMES if any(row["impl"] == name for row in rows)]
+    """Bars in groups, by case and shape unless told otherwise, one for each implementation that has a row there."""
+    group = group or _case
+    groups = list(dict.fromkeys(group(row) for row in rows))
+    present = [name for name in colours if any(row["impl"] == name for row in rows)]
     width = 0.8 / max(len(present), 1)
     for index, name in enumerate(present):
         own = [row for row in rows if row["impl"] == name]
-        places = [groups.index(_group(row)) - 0.4 + width * (index + 0.5) for row in own]
+        places = [groups.index(group(row)) - 0.4 + width * (index + 0.5) for row in own]
         spread = None if whisker is None else [[0.0] * len(own), [whisker(row) for row in own]]
         heights = [height(row) for row in own]
-        axis.bar(places, heights, width, yerr=spread, label=name, color=COLOURS[name], error_kw={"linewidth": 0.8})
+        axis.bar(places, heights, width, yerr=spread, label=name, color=colours[name], error_kw={"linewidth": 0.8})
     axis.set_xticks(range(len(groups)), groups, fontsize=7)
     axis.set_xlim(-0.6, max(len(groups), 4) - 0.4)  # a lone group must not be as wide as the panel
     axis.legend(fontsize=7, ncols=len(present), loc="lower right", bbox_to_anchor=(1, 1), frameon=False)
 
 
-def _group(row: Row) -> str:
+def _case(row: Row) -> str:
     return f"{row['case']}\n{shape_text(row['shape'])}"
+
+
+def _task(row: Row) -> str:
+    return f"{row['task']}\n{row['threads']} thread{'s' * (row['threads'] > 1)}"
 
 
 def _save(figure: Any, path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from fuselm import __version__
-from fuselm.cli import bench, build, doctor
+from fuselm.cli import bench, build, data, doctor, tokenizer
 
 app = typer.Typer(
     name="fuselm",
@@ -38,6 +38,8 @@ def _options(
 
 
 app.add_typer(bench.app, name="bench")
+app.add_typer(data.app, name="data")
+app.add_typer(tokenizer.app, name="tokenizer")
 app.command(name="build")(build.build)
 app.command(name="doctor")(doctor.doctor)
 

@@ -1,26 +1,30 @@
 """`fuselm bench`: measure what this machine does. Reads the command line, prints a table, writes files.
 
-It knows how to ask and how to print; bench/kernels.py measures, bench/report.py and bench/plots.py write.
+It knows how to ask and how to print; bench/kernels.py measures, bench/report.py and bench/plots.py write. What
+measures the tokenizer is asked for in bench_tokenizer.py.
 
     fuselm bench kernels --quick                       # a minute on a GPU, half of one on a CPU
     fuselm bench kernels --ops rms_norm --json | tail -1
+    fuselm bench tokenizer --quick
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from fuselm.cli.bench_show import check_folder, no_plots, print_table, progress
+from fuselm.cli.bench_tokenizer import HELP as TOKENIZER_HELP
+from fuselm.cli.bench_tokenizer import tokenizer
+
 if TYPE_CHECKING:
     from fuselm.bench.kernels import Plan
     from fuselm.bench.report import Results
 
-app = typer.Typer(no_args_is_help=True, help="Measure the kernels on this machine.")
+app = typer.Typer(no_args_is_help=True, help="Measure the kernels and the tokenizer on this machine.")
 
 KERNELS_HELP = """Time every op against its peers and against a copy of the same bytes.
 
@@ -68,12 +72,12 @@ def kernels(
     from fuselm.bench.report import Results
 
     plan = _plan(ops, quick, device, label, impl, containing)
-    _check_folder(out)
+    check_folder(out)
     if plan.device == "cpu":
         typer.echo("CPU figures: plain torch on fewer rows. They say nothing about the CUDA kernels.", err=True)
     results, ending = Results(), ""
     try:
-        with _progress(steps(plan)) as on_step:
+        with progress(steps(plan)) as on_step:
             run(plan, results, on_step)
     except KeyboardInterrupt:
         ending = "interrupted: what was measured until then is kept"
@@ -83,6 +87,9 @@ def kernels(
     _print(plan, results, written, ending, as_json)
     broken = [note for note in results.notes if note["impl"] == "fused"]
     raise typer.Exit(130 if ending.startswith("interrupted") else 1 if ending or broken else 0)
+
+
+app.command(name="tokenizer", help=TOKENIZER_HELP)(tokenizer)
 
 
 # --- what was asked for ----------------------------------------------------------------------------------------------
@@ -127,38 +134,7 @@ def _device(wanted: str) -> str:
     return "cuda" if there and wanted != "cpu" else "cpu"
 
 
-def _check_folder(out: Path) -> None:
-    """Refuse before an hour of measuring, not after it."""
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        words = f"cannot write into {out}: {error.strerror}; name a folder"
-        raise typer.BadParameter(words, param_hint="--out") from None
-
-
 # --- what is shown ---------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def _progress(total: int) -> Iterator[Callable[[str], None]]:
-    """A bar with an estimate on a terminal, a line for each case elsewhere; on stderr, out of the way of --json."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield lambda text: typer.echo(text, err=True)
-        return
-    columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}", markup=False))
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("", total=total)
-        started = [False]
-
-        def on_step(text: str) -> None:
-            bar.update(task, description=text, advance=1 if started[0] else 0)
-            started[0] = True
-
-        yield on_step
 
 
 def _write(out: Path, plan: Plan, results: Results) -> list[Path]:
@@ -178,7 +154,7 @@ def _write(out: Path, plan: Plan, results: Results) -> list[Path]:
             plots.decode(results.decode, out / "decode.png", name)
             written.append(out / "decode.png")
     except ImportError:
-        typer.echo("no plots: matplotlib is not installed. Install fuselm[bench] for them.", err=True)
+        no_plots()
     return written
 
 
@@ -200,38 +176,20 @@ def _print(plan: Plan, results: Results, written: list[Path], ending: str, as_js
 
 
 def _print_tables(results: Results) -> None:
-    from rich.console import Console
-
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=140)  # a pipe has no width of its own, and a wrapped table cannot be read
     rows = [
         (*_names(row), row["pass"], row["impl"], f"{row['gpu_us']:.1f}", f"{100 * row['share_of_copy']:.0f} %",
          f"{row['tbytes_per_s']:.2f}", f"{row['call_us']:.1f}", _error_ratio(row))
         for row in results.rows
     ]  # fmt: skip
-    _table(console, "op|case|shape|dtype|pass|impl|µs|of copy|TB/s|call µs|error / torch's", rows)
+    print_table("op|case|shape|dtype|pass|impl|µs|of copy|TB/s|call µs|error / torch's", rows)
     decode = [
         (*_names(row), row["impl"], *(f"{row[key]:.2f}" for key in ("p50_us", "p95_us", "p99_us", "empty_us")),
          f"{row['sync_p50_us']:.1f}", f"{row['rows_per_s']:.3g}")
         for row in results.decode
     ]  # fmt: skip
-    _table(console, "op|case|shape|dtype|impl|p50 µs|p95|p99|empty|with a wait|rows/s", decode)
+    print_table("op|case|shape|dtype|impl|p50 µs|p95|p99|empty|with a wait|rows/s", decode)
     host = [(*_names(row), row["impl"], f"{row['call_us']:.1f}", f"{row['call_grad_us']:.1f}") for row in results.host]
-    _table(console, "op|case|shape|dtype|impl|host µs per call|with grad", host)
-
-
-def _table(console: Any, header: str, rows: Sequence[tuple[str, ...]]) -> None:
-    from rich.table import Table
-    from rich.text import Text
-
-    if not rows:
-        return
-    table = Table(*header.split("|"), box=None, pad_edge=False)
-    for row in rows:
-        table.add_row(*map(Text, row))
-    console.print(table)
-    console.print()
+    print_table("op|case|shape|dtype|impl|host µs per call|with grad", host)
 
 
 def _names(row: dict[str, Any]) -> tuple[str, str, str, str]:

@@ -1,0 +1,149 @@
+"""`fuselm data`: tokenise corpora for training, and look at what was made. Reads the command line and prints.
+
+fuselm data prepare stories --vocab-size 4096 --out data/stories
+fuselm data info data/stories
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from fuselm.cli.errors import told
+from fuselm.cli.progress import Step, bar
+
+if TYPE_CHECKING:
+    from fuselm.data.corpora import Corpus
+    from fuselm.data.shards import Shard
+    from fuselm.text.tokenizer import Tokenizer
+
+app = typer.Typer(no_args_is_help=True, help="Tokenise corpora for training, and look at what was made.")
+
+PREPARE_HELP = """Tokenise a corpus into a folder that training reads: train.tokens, valid.tokens and tokenizer.json.
+
+A corpus is a name or a path. Names: stories (built in, made here, no network), tinyshakespeare, wizard-of-oz and
+tinystories (downloaded once, verified, kept in the user cache). Paths: a text file, .jsonl, .parquet, any of them as
+.gz, .xz, .bz2 or .zst, or a folder of such files. Documents in a text are separated by a line <|endoftext|>.
+
+The tokenizer is given by --tokenizer; else one is trained on the corpus, of --vocab-size tokens, or of single
+characters. What the folder had before is replaced when everything is complete, and not before.
+
+Examples:
+
+  fuselm data prepare stories --vocab-size 4096 --out data/stories
+
+  fuselm data prepare tinyshakespeare --characters --out data/shakespeare
+
+  fuselm data prepare notes/ --tokenizer tokenizer.json --out data/notes
+"""
+
+INFO_HELP = """Say what a prepared folder, a .tokens file or a .npy file of ids holds.
+
+--verify reads all of it and compares its checksum. Exit code 1 when something is wrong with it.
+
+Examples:
+
+  fuselm data info data/stories
+
+  fuselm data info data/stories/train.tokens --verify --json
+"""
+
+
+@app.command(help=PREPARE_HELP)
+def prepare(
+    corpus: Annotated[str, typer.Argument(help="A corpus's name, or the path of a file or folder with text.")],
+    out: Annotated[Path, typer.Option(help="Folder to write; made when it is not there.")],
+    tokenizer: Annotated[Path | None, typer.Option(help="A tokenizer of any format; else one is trained.")] = None,
+    vocab_size: Annotated[int, typer.Option(help="Number of tokens of the tokenizer that is trained.")] = 10_000,
+    characters: Annotated[bool, typer.Option("--characters", help="One token for each character instead.")] = False,
+    limit_mb: Annotated[float | None, typer.Option(help="Use at most this many megabytes of each split.")] = None,
+    seed: Annotated[int, typer.Option(help="Which of the endless built-in stories.")] = 0,
+    threads: Annotated[int | None, typer.Option(help="Default: one for each core.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")] = False,
+) -> None:
+    """Prepare; the help text is PREPARE_HELP."""
+    from fuselm.data import prepare as preparing
+
+    begin = time.monotonic()
+    with told():
+        if tokenizer is not None and characters:
+            raise ValueError("--tokenizer and --characters both say which tokenizer to use. Leave one out.")
+        with bar("tokenizer", units={"merge": "merges"}) as step:
+            source = open_named(corpus, limit_mb, step, seed=seed)
+            chosen = _tokenizer(source, tokenizer, vocab_size, characters, threads, step)
+        with bar("tokenising") as step:
+            shards = preparing.prepare(source, chosen, out, threads=threads, on_progress=step)
+    seconds = time.monotonic() - begin
+    found = {split: describe(shard) for split, shard in shards.items()}
+    if as_json:
+        typer.echo(json.dumps({"folder": str(out), "seconds": round(seconds, 3), "splits": found}))
+        return
+    for split, facts in found.items():
+        typer.echo(_sentence(split, facts))
+    typer.echo(f"wrote {out} in {seconds:.1f} s; {chosen!r}")
+
+
+@app.command(help=INFO_HELP)
+def info(
+    path: Annotated[Path, typer.Argument(help="A prepared folder, a .tokens file or a .npy file.")],
+    verify: Annotated[bool, typer.Option("--verify", help="Read everything and compare the checksum.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")] = False,
+) -> None:
+    """Look; the help text is INFO_HELP."""
+    from fuselm.data.prepare import open_prepared
+    from fuselm.data.shards import open_shard
+
+    with told():
+        shards = open_prepared(path) if path.is_dir() else {path.name: open_shard(path)}
+        if verify:
+            for shard in shards.values():
+                shard.verify()
+    found = {name: describe(shard) for name, shard in shards.items()}
+    if as_json:
+        typer.echo(json.dumps({"path": str(path), "verified": verify, "splits": found}))
+        return
+    for name, facts in found.items():
+        typer.echo(_sentence(name, facts) + (", checksum verified" if verify else ""))
+        typer.echo(f"  tokenizer {facts['fingerprint'] or 'unknown'}, made of {facts['source'] or 'unknown text'}")
+
+
+def open_named(name: str, limit_mb: float | None, step: Step, *, seed: int = 0) -> Corpus:
+    """A corpus by name or path; downloads are shown by `step`."""
+    from fuselm.data.corpora import open_corpus
+
+    limit = None if limit_mb is None else int(limit_mb * 1e6)
+    return open_corpus(
+        name, seed=seed, limit_bytes=limit, on_progress=lambda done, total: step("download", done, total)
+    )
+
+
+def describe(shard: Shard) -> dict[str, Any]:
+    """What `--json` says of a shard."""
+    facts = dataclasses.asdict(shard.header)
+    facts["tokens_per_document"] = round(facts["num_tokens"] / max(1, facts["num_documents"]), 1)
+    return facts
+
+
+def _tokenizer(
+    corpus: Corpus, path: Path | None, vocab_size: int, characters: bool, threads: int | None, step: Step
+) -> Tokenizer:
+    from fuselm.data.prepare import character_tokenizer, train_tokenizer
+    from fuselm.text.tokenizer import Tokenizer
+
+    if path is not None:
+        return Tokenizer.load(path)
+    if characters:
+        return character_tokenizer(corpus, on_progress=step)
+    return train_tokenizer(corpus, vocab_size, threads=threads, on_progress=step)
+
+
+def _sentence(name: str, facts: dict[str, Any]) -> str:
+    return (
+        f"{name}: {facts['num_tokens']:,} tokens ({facts['dtype']}) in {facts['num_documents']:,} documents, "
+        f"{facts['tokens_per_document']:,} each"
+    )

@@ -1,0 +1,74 @@
+"""Progress bars of the verbs, on stderr: a rate and an estimate on a terminal, a line now and then elsewhere.
+
+with bar("training the tokenizer") as step:
+    step("count", 3_000_000, 10_000_000)      # stage, done, total (None: not known)
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import typer
+
+Step = Callable[[str, int, int | None], None]
+SECONDS_BETWEEN_LINES = 5.0
+
+
+@contextmanager
+def bar(title: str, *, quiet: bool = False, units: dict[str, str] | None = None) -> Iterator[Step]:
+    """A bar for each stage. `units` names what is counted in a stage; bytes where it says nothing."""
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    if quiet:
+        yield lambda stage, done, total: None
+    elif console.is_terminal:
+        with _live(console, title, units or {}) as step:
+            yield step
+    else:
+        yield _lines(title, units or {})
+
+
+@contextmanager
+def _live(console: object, title: str, units: dict[str, str]) -> Iterator[Step]:
+    from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+    text = TextColumn("{task.description}", markup=False)
+    counts = TextColumn("{task.fields[counts]}", markup=False)
+    with Progress(text, BarColumn(), counts, TimeRemainingColumn(), console=console, transient=True) as progress:  # type: ignore[arg-type]
+        tasks: dict[str, tuple[TaskID, float]] = {}
+
+        def step(stage: str, done: int, total: int | None) -> None:
+            if stage not in tasks:
+                tasks[stage] = (progress.add_task(f"{title}: {stage}", total=total, counts=""), time.monotonic())
+            task, begin = tasks[stage]
+            counts = _counts(done, total, units.get(stage, ""), time.monotonic() - begin)
+            progress.update(task, completed=done, total=total, counts=counts)
+
+        yield step
+
+
+def _lines(title: str, units: dict[str, str]) -> Step:
+    """For logs and pipes: work that takes seconds says nothing, longer work a line every few seconds."""
+    begun: dict[str, float] = {}
+    told = [time.monotonic()]
+
+    def step(stage: str, done: int, total: int | None) -> None:
+        now = time.monotonic()
+        begin = begun.setdefault(stage, now)
+        if now - told[0] >= SECONDS_BETWEEN_LINES:
+            told[0] = now
+            typer.echo(f"{title}: {stage} {_counts(done, total, units.get(stage, ''), now - begin)}", err=True)
+
+    return step
+
+
+def _counts(done: int, total: int | None, unit: str, seconds: float) -> str:
+    """12.0/100.0 MB, 35 MB/s."""
+    rate = done / max(seconds, 1e-3)
+    if unit:
+        return f"{done:,}{f'/{total:,}' if total else ''} {unit}, {rate:,.0f}/s"
+    whole = f"/{total / 1e6:.1f}" if total else ""
+    return f"{done / 1e6:.1f}{whole} MB, {rate / 1e6:.0f} MB/s"

@@ -1,0 +1,1 @@
+"""Corpora, token files and batches: from text on disk to rows of ids, without a framework."""

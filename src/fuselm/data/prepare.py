@@ -1,0 +1,127 @@
+"""A corpus and a tokenizer into a folder that training reads: train.tokens, valid.tokens and tokenizer.json.
+
+Every document ends with <|endoftext|>. Documents are read in one thread and encoded in several; the files are the same
+bytes whatever their number. Knows neither where documents come from (corpora.py) nor how a shard is laid out
+(shards.py), and draws no progress bar.
+
+    prepare(open_corpus("stories"), Tokenizer.load("tokenizer.json"), Path("data/stories"))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+from fuselm.data.corpora import SEPARATOR, SPLITS, Corpus, CorpusError
+from fuselm.data.shards import Shard, ShardWriter, open_shard
+from fuselm.text.bpe import train_bpe
+from fuselm.text.tokenizer import Tokenizer
+
+# Split, bytes of documents read, and about how many there are (None: not known).
+Progress = Callable[[str, int, int | None], None]
+
+
+def shard_path(folder: Path, split: str) -> Path:
+    """Where a prepared folder has a split."""
+    return folder / f"{split}.tokens"
+
+
+def prepare(
+    corpus: Corpus,
+    tokenizer: Tokenizer,
+    folder: Path,
+    *,
+    threads: int | None = None,
+    on_progress: Progress | None = None,
+) -> dict[str, Shard]:
+    """Tokenise both splits. Until both are complete, what the folder had before stays as it is."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as files:
+        for split in SPLITS:
+            writer = ShardWriter(
+                shard_path(folder, split),
+                vocab_size=tokenizer.vocab_size,
+                fingerprint=tokenizer.fingerprint,
+                separator=tokenizer.special_tokens.get(SEPARATOR),
+                # The name alone: the same text in another folder makes the same file.
+                source={"corpus": Path(corpus.name).name, "split": split},
+            )
+            files.enter_context(writer)
+            pieces = _pieces(_watched(corpus, split, on_progress), tokenizer, corpus.name)
+            allowed = {SEPARATOR} & set(tokenizer.special_tokens)
+            # Other special tokens in the corpus are text: nobody asked for what they mean elsewhere.
+            options = {"allowed_special": allowed, "disallowed_special": ()}
+            for ids in tokenizer.encode_blocks(pieces, threads=threads, **options):
+                writer.append(ids)
+        tokenizer.save(folder / "tokenizer.json")
+    return open_prepared(folder)
+
+
+def open_prepared(folder: Path) -> dict[str, Shard]:
+    """The shards of a prepared folder, checked against its tokenizer."""
+    fingerprint = Tokenizer.load(folder / "tokenizer.json").fingerprint
+    return {split: open_shard(shard_path(folder, split), fingerprint=fingerprint) for split in SPLITS}
+
+
+def train_tokenizer(
+    corpus: Corpus,
+    vocab_size: int,
+    special_tokens: Sequence[str] = (),
+    *,
+    threads: int | None = None,
+    on_progress: Progress | None = None,
+) -> Tokenizer:
+    """A byte-level BPE of a corpus's training split; <|endoftext|> is always one of its special tokens."""
+
+    def on_merge(stage: str, done: int, total: int | None) -> None:
+        if on_progress and stage == "merge":
+            on_progress("merge", done, total)
+
+    specials = list(dict.fromkeys([SEPARATOR, *special_tokens]))
+    documents = _watched(corpus, "train", on_progress)
+    return Tokenizer(*train_bpe(documents, vocab_size, specials, threads=threads, on_progress=on_merge), specials)
+
+
+def character_tokenizer(
+    corpus: Corpus, special_tokens: Sequence[str] = (), *, on_progress: Progress | None = None
+) -> Tokenizer:
+    """One token for each character of a corpus, both splits; with <|endoftext|> where there are several documents."""
+    characters: set[str] = set()
+    documents = 0
+    for split in SPLITS:
+        count = 0
+        for document in _watched(corpus, split, on_progress):
+            characters.update(document.decode("utf-8", "replace"))
+            count += 1
+        documents = max(documents, count)
+    specials = dict.fromkeys([*([SEPARATOR] if documents > 1 else []), *special_tokens])
+    return Tokenizer.characters("".join(characters), list(specials))
+
+
+def _watched(corpus: Corpus, split: str, on_progress: Progress | None) -> Iterator[bytes]:
+    """The documents of a split, with a word about how far it is now and then."""
+    total = corpus.bytes_hint(split) if on_progress else None
+    done = told = 0
+    for document in corpus.documents(split):
+        yield document
+        done += len(document)
+        if on_progress and done - told > 1 << 20:
+            on_progress(split, done, total)
+            told = done
+    if on_progress:
+        on_progress(split, done, done)
+
+
+def _pieces(documents: Iterable[bytes], tokenizer: Tokenizer, name: str) -> Iterator[bytes]:
+    """Documents, each with the separator behind it. A single one can do without."""
+    separator = SEPARATOR.encode() if SEPARATOR in tokenizer.special_tokens else b""
+    for index, document in enumerate(documents):
+        if index and not separator:
+            raise CorpusError(
+                f"Documents are kept apart by the special token {SEPARATOR}; the tokenizer has none, and {name} has "
+                "more than one document. Use a tokenizer with that special token."
+            )
+        yield document
+        if separator:
+            yield separator

@@ -1,0 +1,241 @@
+"""bpe.cpp from Python: built by g++ on first use, loaded by ctypes.
+
+The library is kept in the user cache under a hash of its sources, the command and the compiler. Every call lets other
+Python threads run, so threads of Python are all the parallelism there is. What the functions mean is said in
+reference.py, which does the same in plain Python.
+
+    encoder = NativeEncoder(byte_ids, merges, specials, special_ids)
+    encoder.encode(b"Once upon a time")                       # uint32 ids
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import json
+import platform
+import weakref
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+
+from fuselm import compiler
+from fuselm.files import cache_dir
+from fuselm.text.unicode import class_table
+
+SOURCE_DIR = Path(__file__).resolve().parent
+FLAGS = ("-O3", "-std=c++20", "-fPIC", "-fvisibility=hidden", "-shared")
+# A scratch keeps room for the ids of texts up to this long; longer ones get their own.
+KEPT_BYTES = 1 << 20
+
+_POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
+_SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
+    "specials_new": (_POINTER, (ctypes.c_char_p, _POINTER, _INT)),
+    "specials_free": (None, (_POINTER,)),
+    "find_special": (_INT, (_POINTER, _POINTER, _INT, ctypes.c_char_p)),
+    "find_cut": (_INT, (ctypes.c_char_p, _POINTER, _POINTER, _INT, _INT)),
+    "split": (_INT, (ctypes.c_char_p, _POINTER, _INT, _POINTER)),
+    "counter_new": (_POINTER, ()),
+    "counter_free": (None, (_POINTER,)),
+    "counter_count": (_INT, (_POINTER, ctypes.c_char_p, _POINTER, _POINTER, _POINTER, _INT)),
+    "counter_add": (_INT, (_POINTER, _POINTER)),
+    "trainer_new": (_POINTER, (_POINTER,)),
+    "trainer_free": (None, (_POINTER,)),
+    "trainer_merge": (_INT, (_POINTER, _INT)),
+    "trainer_merges": (_POINTER, (_POINTER, _POINTER)),
+    "encoder_new": (_POINTER, (ctypes.c_char_p, _POINTER, _POINTER, _POINTER, _POINTER, _INT)),
+    "encoder_free": (None, (_POINTER,)),
+    "scratch_new": (_POINTER, (_POINTER,)),
+    "scratch_free": (None, (_POINTER,)),
+    "encode": (_INT, (_POINTER, _POINTER, _INT, ctypes.c_char_p, _POINTER)),
+    "encode_batch": (_INT, (_POINTER, _POINTER, _POINTER, _INT, ctypes.c_char_p, _POINTER, _POINTER)),
+    "decode": (_INT, (ctypes.c_char_p, _POINTER, _INT, _POINTER, _INT, _POINTER)),
+}
+
+
+@functools.cache
+def library() -> ctypes.CDLL:
+    """The loaded library; a BuildError says why there is none."""
+    loaded = ctypes.CDLL(str(build()))
+    for name, (result, arguments) in _SIGNATURES.items():
+        function = getattr(loaded, f"fuselm_{name}")
+        function.restype, function.argtypes = result, arguments
+    return loaded
+
+
+def build() -> Path:
+    """The path of the library, compiled first when the cache has none of these sources by this compiler."""
+    host = compiler.find_host_compiler()
+    if host is None:
+        raise compiler.BuildError("The tokenizer is compiled by g++; it is not on PATH. Install g++ 11 or newer.")
+    sources = sorted(path for path in SOURCE_DIR.iterdir() if path.suffix in (".cpp", ".h"))
+    texts = [(path.name, path.read_text(encoding="utf-8")) for path in sources]
+    key = json.dumps([texts, FLAGS, compiler.version_text(host), platform.machine()])
+    root = cache_dir() / "text"
+    path = root / f"bpe-{hashlib.sha256(key.encode()).hexdigest()[:20]}.so"
+    if path.exists():
+        return path
+    with compiler.build_lock(root):
+        if not path.exists():  # another process may have built it while this one waited for the lock
+            command = (str(host), *FLAGS, str(SOURCE_DIR / "bpe.cpp"))
+            compiler.run(command, output=path, log=root / f"{path.stem}.log", title="bpe.cpp")
+    return path
+
+
+class _Handle:
+    """A C++ object that is freed when its Python object goes."""
+
+    def __init__(self, kind: str, *arguments: object) -> None:
+        self.pointer = getattr(library(), f"fuselm_{kind}_new")(*arguments)
+        if not self.pointer:
+            raise MemoryError(f"no memory for a {kind} of the tokenizer")
+        weakref.finalize(self, getattr(library(), f"fuselm_{kind}_free"), self.pointer)
+
+
+def _done(result: int) -> int:
+    if result < 0:
+        raise MemoryError("no memory left in the tokenizer")
+    return result
+
+
+def _address(data: bytes) -> int:
+    return np.frombuffer(data, np.uint8).ctypes.data
+
+
+def split(data: bytes) -> list[bytes]:
+    """The words of a text."""
+    ends = np.empty(len(data), np.int64)
+    count = library().fuselm_split(class_table(), data, len(data), ends.ctypes.data)
+    places = [0, *ends[:count].tolist()]
+    return [data[a:b] for a, b in pairwise(places)]
+
+
+class _Cutter:
+    """Knows the special tokens, and so where a text may be cut."""
+
+    def __init__(self, specials: Sequence[bytes]) -> None:
+        ends = np.cumsum([len(text) for text in specials], dtype=np.int64)
+        self._specials = _Handle("specials", b"".join(specials), ends.ctypes.data, len(specials))
+
+    def find_cut(self, data: bytes, start: int, searched: int, end: int) -> int:
+        """The last place in data[searched:end] where data[start:end] can be cut without changing its words, or 0."""
+        arguments = (_address(data) + start, searched - start, end - start)
+        found = library().fuselm_find_cut(class_table(), self._specials.pointer, *arguments)
+        return start + found if found else 0
+
+
+class NativeTrainer(_Cutter):
+    """Counts words in as many counters as there are threads, then merges pairs."""
+
+    def __init__(self, specials: Sequence[bytes]) -> None:
+        super().__init__(specials)
+        self._free: list[_Handle] = []
+        self._trainer: _Handle | None = None
+
+    def count(self, data: bytes, ends: Sequence[int]) -> None:
+        """Count the words of texts that lie one behind the other in `data`. Any number of threads may call it."""
+        try:
+            counter = self._free.pop()  # atomic: a counter is in one thread's hands at a time
+        except IndexError:
+            counter = _Handle("counter")
+        places = np.asarray(ends, np.int64)
+        arguments = (class_table(), self._specials.pointer, data, places.ctypes.data, len(places))
+        _done(library().fuselm_counter_count(counter.pointer, *arguments))
+        self._free.append(counter)
+
+    def merge(self, wanted: int) -> int:
+        """Make up to `wanted` more merges; fewer when no pair is left. Returns how many."""
+        if self._trainer is None:
+            total = self._free.pop() if self._free else _Handle("counter")
+            while self._free:
+                other = self._free.pop()  # by name: the C++ object lives as long as its Python object
+                _done(library().fuselm_counter_add(total.pointer, other.pointer))
+            self._trainer = _Handle("trainer", total.pointer)
+        return _done(library().fuselm_trainer_merge(self._trainer.pointer, wanted))
+
+    def merges(self) -> list[tuple[int, int]]:
+        """All merges so far as pairs of ids: 0 to 255 are the bytes, 256 + i is what merge i made."""
+        if self._trainer is None:
+            return []
+        count = _INT()
+        pointer = library().fuselm_trainer_merges(self._trainer.pointer, ctypes.addressof(count))
+        if not count.value:
+            return []
+        flat = np.ctypeslib.as_array((ctypes.c_uint32 * (2 * count.value)).from_address(pointer)).tolist()
+        return list(zip(flat[::2], flat[1::2], strict=True))
+
+
+class _Scratch(_Handle):
+    """What one thread encodes with, and room for the ids of a block."""
+
+    def __init__(self, encoder: _Handle) -> None:
+        super().__init__("scratch", encoder.pointer)
+        self.encoder = encoder  # must not be freed before
+        self.kept = self._room(1 << 12)
+
+    def room_for(self, size: int) -> tuple[np.ndarray, int]:
+        """Memory for ids and its address; kept, because fresh pages cost more than encoding into them."""
+        if size + 4 <= len(self.kept[0]):
+            return self.kept
+        room = self._room(size)
+        if size <= KEPT_BYTES:
+            self.kept = room
+        return room
+
+    def _room(self, size: int) -> tuple[np.ndarray, int]:
+        room = np.empty(size + 4, np.uint32)
+        return room, room.ctypes.data
+
+
+class NativeEncoder(_Cutter):
+    """A vocabulary that encodes; any number of threads may use one."""
+
+    def __init__(
+        self, byte_ids: Sequence[int], merges: np.ndarray, specials: Sequence[bytes], special_ids: Sequence[int]
+    ) -> None:
+        super().__init__(specials)
+        merges = np.ascontiguousarray(merges, np.uint32)
+        ids = [np.asarray(array, np.uint32) for array in (special_ids, byte_ids)]
+        tables = (ids[0].ctypes.data, ids[1].ctypes.data, merges.ctypes.data, len(merges))
+        self._encoder = _Handle("encoder", class_table(), self._specials.pointer, *tables)
+        self._free: list[_Scratch] = []
+
+    def encode(self, data: bytes, allowed: bytes | None = None, start: int = 0, end: int | None = None) -> np.ndarray:
+        """The ids of data[start:end]; `allowed` has a byte for each special, None allows none."""
+        size = (len(data) if end is None else end) - start
+        scratch = self._take()
+        room, address = scratch.room_for(size)
+        text = _address(data) + start if start else data
+        ids = room[: _done(library().fuselm_encode(scratch.pointer, text, size, allowed, address))].copy()
+        self._free.append(scratch)
+        return ids
+
+    def encode_batch(self, data: bytes, ends: np.ndarray, allowed: bytes | None) -> tuple[np.ndarray, np.ndarray]:
+        """The ids of texts that lie one behind the other in `data`, and how many each text has."""
+        scratch, counts = self._take(), np.empty(len(ends), np.int64)
+        room, address = scratch.room_for(len(data))
+        arguments = (data, ends.ctypes.data, len(ends), allowed, address, counts.ctypes.data)
+        ids = room[: _done(library().fuselm_encode_batch(scratch.pointer, *arguments))].copy()
+        self._free.append(scratch)
+        return ids, counts
+
+    def find_special(self, data: bytes, wanted: bytes) -> int:
+        """Index of the first special in the text that `wanted` names, or -1."""
+        return library().fuselm_find_special(self._specials.pointer, data, len(data), wanted)
+
+    def _take(self) -> _Scratch:
+        try:
+            return self._free.pop()  # atomic: a scratch is in one thread's hands at a time
+        except IndexError:
+            return _Scratch(self._encoder)
+
+
+def decode(table: bytes, starts: np.ndarray, ids: np.ndarray) -> bytes:
+    """The bytes of uint32 ids: token i has table[starts[i]:starts[i + 1]], an id that is none the last entry."""
+    arguments = (table, starts.ctypes.data, len(starts) - 2, ids.ctypes.data, len(ids))
+    out = np.empty(library().fuselm_decode(*arguments, None), np.uint8)
+    library().fuselm_decode(*arguments, out.ctypes.data)
+    return out.tobytes()

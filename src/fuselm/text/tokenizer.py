@@ -1,0 +1,395 @@
+"""The tokenizer: text to token ids and back. Byte-level BPE, or one token for each character.
+
+Special tokens are treated as tiktoken treats them: `encode` refuses a text that contains one unless it is allowed (it
+becomes its id) or said not to be disallowed (it is ordinary text); `encode_ordinary` knows none. Decoding never raises.
+How words are split and merged is bpe.py's; files are formats.py's; text that comes token by token is stream.py's.
+
+    tokenizer = Tokenizer(*train_bpe("stories.txt", 10_000), special_tokens=["<|endoftext|>"])
+    tokenizer.decode(tokenizer.encode("Once upon a time"))
+    tokenizer.save("tokenizer.json"); Tokenizer.load("tokenizer.json")
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from fuselm.text import bpe
+from fuselm.text.blocks import BLOCK_BYTES, blocks, in_order, ranges, thread_count, utf8
+from fuselm.text.characters import CharacterEncoder
+
+END_OF_TEXT = "<|endoftext|>"
+UNKNOWN = "\ufffd".encode()  # what an id that is none decodes to
+NO_ID = (1 << 32) - 1
+
+Names = Literal["all"] | Collection[str]
+
+
+class Tokenizer:
+    """A vocabulary with its merges and special tokens. It never changes; any number of threads may use one."""
+
+    def __init__(
+        self,
+        vocab: Mapping[int, bytes],
+        merges: Sequence[tuple[bytes, bytes]],
+        special_tokens: Iterable[str] | Mapping[str, int] | None = None,
+    ) -> None:
+        self._set_up(dict(vocab), list(merges), special_tokens or ())
+        self.unknown: str | None = None
+        ordinary = self._ordinary()
+        byte_ids = [ordinary.get(bytes([byte]), -1) for byte in range(256)]
+        if -1 in byte_ids:
+            raise ValueError(
+                f"A byte-level vocabulary has a token for each of the 256 bytes; {bytes([byte_ids.index(-1)])!r} has "
+                "none. Is it another kind of vocabulary, or are its tokens not decoded from their printable form?"
+            )
+        triples = [_merge_ids(ordinary, left, right) for left, right in self.merges]
+        table = np.array(triples, np.uint32).reshape(-1, 3)
+        self._encoder: bpe.Encoder = bpe.make_encoder(byte_ids, table, *self._special_lists())
+
+    @classmethod
+    def characters(
+        cls,
+        text: str,
+        special_tokens: Iterable[str] | Mapping[str, int] | None = None,
+        *,
+        unknown: str | None = None,
+    ) -> Tokenizer:
+        """One token for each different character of a text, in the order of their code points.
+
+        A character that is not there is refused, or encoded as `unknown`, which is then one of the vocabulary.
+        """
+        unknown = None if unknown is None else utf8(unknown).decode()
+        alphabet = sorted({*utf8(text).decode(), *(unknown or "")})
+        if not alphabet:
+            raise ValueError("A character vocabulary is made of a text's characters; got an empty text.")
+        return cls._of_characters({i: c.encode() for i, c in enumerate(alphabet)}, special_tokens or (), unknown)
+
+    @classmethod
+    def _of_characters(
+        cls, vocab: dict[int, bytes], special_tokens: Iterable[str] | Mapping[str, int], unknown: str | None
+    ) -> Tokenizer:
+        self = cls.__new__(cls)
+        self._set_up(vocab, [], special_tokens)
+        self.unknown = unknown
+        # A special of one character is in the alphabet too: where it is not allowed, it is text like any other.
+        texts = [(text.decode(), token) for token, text in reversed(self.vocab.items())]
+        specials = self.special_tokens
+        alphabet = {text: token for text, token in texts if text not in specials or len(text) == 1}
+        self._encoder = CharacterEncoder(alphabet, *self._special_lists(), unknown)
+        return self
+
+    def _set_up(
+        self,
+        vocab: dict[int, bytes],
+        merges: list[tuple[bytes, bytes]],
+        special_tokens: Iterable[str] | Mapping[str, int],
+    ) -> None:
+        if bad := [token for token in vocab if not 0 <= token < 1 << 31]:
+            raise ValueError(f"Token ids are from 0 to 2^31 - 1; got {bad[0]}.")
+        self.special_tokens = _number_specials(vocab, special_tokens)
+        # In the order of ids, specials included: what decoding and files need.
+        whole = vocab | {token: utf8(text) for text, token in self.special_tokens.items()}
+        self.vocab = dict(sorted(whole.items()))
+        self.merges = merges
+        self.vocab_size = max(self.vocab, default=-1) + 1
+
+    def _ordinary(self) -> dict[bytes, int]:
+        """Bytes to ids, without the specials unless a merge makes them too; the lowest id counts."""
+        specials = set(self.special_tokens.values())
+        made = {left + right for left, right in self.merges}
+        kept = [(text, token) for token, text in self.vocab.items() if token not in specials or text in made]
+        return dict(reversed(kept))
+
+    def _special_lists(self) -> tuple[list[bytes], list[int]]:
+        return [utf8(text) for text in self.special_tokens], list(self.special_tokens.values())
+
+    # --- encoding ----------------------------------------------------------------------------------------------------
+
+    def encode(
+        self, text: str, *, allowed_special: Names = (), disallowed_special: Names = "all", threads: int = 1
+    ) -> list[int]:
+        """The ids of a text."""
+        options = (allowed_special, disallowed_special)
+        return self._as_list(self._parts(*self._checked(text, *options), threads))
+
+    def encode_ordinary(self, text: str, *, threads: int = 1) -> list[int]:
+        """The ids of a text in which special tokens are text like any other."""
+        return self._as_list(self._parts(utf8(text), None, threads))
+
+    def encode_bytes(self, data: bytes, *, threads: int = 1) -> list[int]:
+        """The ids of any bytes, UTF-8 or not; special tokens are bytes like any other."""
+        return self._as_list(self._parts(bytes(data), None, threads))
+
+    def encode_array(
+        self, text: str | bytes, *, allowed_special: Names = (), disallowed_special: Names = "all", threads: int = 1
+    ) -> np.ndarray:
+        """The ids of a text as uint32: no Python object for each, so the fastest way to encode much."""
+        data, allowed = self._checked(text, allowed_special, disallowed_special)
+        if len(data) <= BLOCK_BYTES:
+            return self._encoder.encode(data, allowed)
+        # Room for the worst case costs nothing until it is touched; every page that is touched costs, so touch it once.
+        ids, count = np.empty(len(data), np.uint32), 0
+        for part in self._parts(data, allowed, threads):
+            ids[count : count + len(part)] = part
+            count += len(part)
+        ids.resize(count, refcheck=False)
+        return ids
+
+    def encode_batch(
+        self,
+        texts: Sequence[str],
+        *,
+        allowed_special: Names = (),
+        disallowed_special: Names = "all",
+        threads: int | None = None,
+    ) -> list[list[int]]:
+        """The ids of each text, encoded in several threads."""
+        checked = [self._checked(text, allowed_special, disallowed_special) for text in texts]
+        allowed = checked[0][1] if checked else None
+
+        def encode(group: list[bytes]) -> list[list[int]]:
+            ends = np.cumsum([len(data) for data in group], dtype=np.int64)
+            ids, counts = self._encoder.encode_batch(b"".join(group), ends, allowed)
+            whole, stops = self._as_list([ids]), np.cumsum(counts).tolist()
+            return [whole[a:b] for a, b in zip([0, *stops], stops, strict=False)]
+
+        groups = _groups(data for data, _ in checked)
+        return list(chain.from_iterable(in_order(encode, groups, thread_count(threads))))
+
+    def encode_iterable(
+        self, pieces: Iterable[str | bytes], *, allowed_special: Names = (), disallowed_special: Names = "all"
+    ) -> Iterator[int]:
+        """The ids of a text that comes in pieces (the lines of an open file, say), one by one, in constant memory.
+
+        They are the ids of the whole text, wherever it is cut into pieces. Only a word that has no end is held whole.
+        """
+        options = {"allowed_special": allowed_special, "disallowed_special": disallowed_special}
+        for ids in self.encode_blocks(pieces, threads=1, **options):
+            yield from ids.tolist()
+
+    def encode_blocks(
+        self,
+        pieces: Iterable[str | bytes],
+        *,
+        allowed_special: Names = (),
+        disallowed_special: Names = "all",
+        threads: int | None = None,
+    ) -> Iterator[np.ndarray]:
+        """The same in arrays of ids, encoded in several threads: what files of any size are tokenised with."""
+        allowed, refused = self._masks(allowed_special, disallowed_special)
+
+        def encode(block: bytes) -> np.ndarray:
+            self._refuse(block, refused)
+            return self._encoder.encode(block, allowed)
+
+        whole = blocks(map(utf8, pieces), self._encoder.find_cut)
+        yield from in_order(encode, whole, thread_count(threads))
+
+    def _parts(self, data: bytes, allowed: bytes | None, threads: int) -> Iterator[np.ndarray]:
+        """The ids of a text in memory, block by block."""
+        if len(data) <= BLOCK_BYTES:
+            return iter([self._encoder.encode(data, allowed)])
+        places = ranges(data, self._encoder.find_cut)
+        return in_order(lambda place: self._encoder.encode(data, allowed, *place), places, thread_count(threads))
+
+    def _as_list(self, parts: Iterable[np.ndarray]) -> list[int]:
+        """Python ints, each of them shared by all its occurrences: making new ones would take longer than encoding."""
+        ids: list[int] = []
+        for part in parts:
+            ids += part.tolist() if len(part) < 64 else self._ints[part].tolist()
+        return ids
+
+    @functools.cached_property
+    def _ints(self) -> np.ndarray:
+        return np.array(range(self.vocab_size), dtype=object)
+
+    # --- special tokens ----------------------------------------------------------------------------------------------
+
+    def _checked(self, text: str | bytes, allowed: Names, disallowed: Names) -> tuple[bytes, bytes | None]:
+        data = utf8(text)
+        mask, refused = self._masks(allowed, disallowed)
+        self._refuse(data, refused)
+        return data, mask
+
+    def _masks(self, allowed: Names, disallowed: Names) -> tuple[bytes | None, bytes | None]:
+        """A byte for each special: whether it is allowed, and whether it is refused."""
+        if not self.special_tokens and (allowed == "all" or not allowed) and (disallowed == "all" or not disallowed):
+            return None, None
+        if isinstance(disallowed, str) and disallowed == "all" and not allowed:
+            return None, b"\1" * len(self.special_tokens)  # what most calls ask for
+        taken = set(self.special_tokens) if allowed == "all" else self._known(allowed)
+        refused = set(self.special_tokens) - taken if disallowed == "all" else self._known(disallowed)
+        return (
+            bytes(text in taken for text in self.special_tokens) if taken else None,
+            bytes(text in refused for text in self.special_tokens) if refused else None,
+        )
+
+    def _known(self, names: Names) -> set[str]:
+        if isinstance(names, str):
+            raise TypeError(f'Special tokens are named in a set, or by "all"; got the string {names!r}.')
+        if strange := set(names) - set(self.special_tokens):
+            has = ", ".join(map(repr, self.special_tokens)) or "none"
+            raise ValueError(f"{sorted(strange)[0]!r} is not a special token of this tokenizer; it has {has}.")
+        return set(names)
+
+    def _refuse(self, data: bytes, refused: bytes | None) -> None:
+        if refused is None:
+            return
+        which = self._encoder.find_special(data, refused)
+        if which >= 0:
+            name = list(self.special_tokens)[which]
+            raise ValueError(
+                f"The text contains the special token {name!r}, which is refused unless the caller says what it means. "
+                f"Pass allowed_special={{{name!r}}} to encode it as one token, or disallowed_special=() to encode it "
+                "as ordinary text."
+            )
+
+    @property
+    def end_of_text(self) -> int | None:
+        """The id of <|endoftext|>, where there is one."""
+        return self.special_tokens.get(END_OF_TEXT)
+
+    # --- decoding ----------------------------------------------------------------------------------------------------
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of ids. Never raises: bytes that are no UTF-8, and ids that are none, become U+FFFD."""
+        return self._bytes(_as_uint32(ids)).decode("utf-8", "replace")
+
+    def decode_bytes(self, ids: Iterable[int]) -> bytes:
+        """The bytes of ids, exactly; an id that is none is refused."""
+        ids = ids if isinstance(ids, np.ndarray) else list(ids)
+        array = _as_uint32(ids)
+        if len(bad := np.flatnonzero(self._holes[np.minimum(array, self.vocab_size)])):
+            raise ValueError(
+                f"A token id is one of the {len(self.vocab)} in the vocabulary, below {self.vocab_size}; "
+                f"got {ids[bad[0]]} at place {bad[0]}. `decode` would put U+FFFD there."
+            )
+        return self._bytes(array)
+
+    def decode_batch(self, batch: Iterable[Iterable[int]]) -> list[str]:
+        """The text of each list of ids."""
+        return [self.decode(ids) for ids in batch]
+
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes of one id; those of U+FFFD when it is none."""
+        return self.vocab.get(token, UNKNOWN)
+
+    @functools.cached_property
+    def _holes(self) -> np.ndarray:
+        """Which ids below vocab_size are none."""
+        holes = np.ones(self.vocab_size + 1, bool)
+        holes[list(self.vocab)] = False
+        return holes
+
+    @functools.cached_property
+    def _byte_table(self) -> tuple[bytes, np.ndarray]:
+        """The bytes of all ids in a row, one entry more for any other id, and where each one starts."""
+        texts = [self.token_bytes(token) for token in range(self.vocab_size + 1)]
+        return b"".join(texts), np.cumsum([0, *map(len, texts)], dtype=np.int64)
+
+    def _bytes(self, ids: np.ndarray) -> bytes:
+        return bpe.backend().decode(*self._byte_table, ids)
+
+    # --- identity and files ------------------------------------------------------------------------------------------
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """SHA-256 of all that decides ids and texts: shards and checkpoints carry it."""
+        vocab = [[token, text.hex()] for token, text in self.vocab.items()]
+        merges = [[left.hex(), right.hex()] for left, right in self.merges]
+        document = [vocab, merges, sorted(self.special_tokens.items()), self.kind, self.unknown]
+        return hashlib.sha256(json.dumps(document).encode()).hexdigest()
+
+    @property
+    def kind(self) -> str:
+        """ "bpe" or "characters"."""
+        return "characters" if isinstance(self._encoder, CharacterEncoder) else "bpe"
+
+    def save(self, path: str | Path) -> Path:
+        """Write a tokenizer.json that Hugging Face tokenizers reads too; into a folder under that name."""
+        from fuselm.text import formats
+
+        return formats.save(self, Path(path))
+
+    @classmethod
+    def load(cls, path: str | Path) -> Tokenizer:
+        """Read a tokenizer.json, a folder of GPT-2's two files, or a tiktoken rank file."""
+        from fuselm.text import formats
+
+        return formats.load(Path(path))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Tokenizer) and self.fingerprint == other.fingerprint
+
+    def __hash__(self) -> int:
+        return hash(self.fingerprint)
+
+    def __repr__(self) -> str:
+        return f"Tokenizer({self.kind}, {self.vocab_size} ids, {len(self.special_tokens)} special)"
+
+
+def _merge_ids(ordinary: Mapping[bytes, int], left: bytes, right: bytes) -> tuple[int, int, int]:
+    try:
+        return ordinary[left], ordinary[right], ordinary[left + right]
+    except KeyError as error:
+        raise ValueError(
+            f"Both parts of a merge and what it makes are in the vocabulary; {error.args[0]!r} of the merge "
+            f"{left!r} + {right!r} is not. The vocabulary and the merges belong to different tokenizers."
+        ) from None
+
+
+def _number_specials(vocab: Mapping[int, bytes], special_tokens: Iterable[str] | Mapping[str, int]) -> dict[str, int]:
+    """An id for each special token: the one it is given, else the one it has in the vocabulary, else the next free."""
+    texts = bpe.check_special_tokens(special_tokens)
+    names = [text.decode() for text in texts]
+    if isinstance(special_tokens, Mapping):
+        numbered = dict(zip(names, special_tokens.values(), strict=True))
+        taken = dict(vocab)
+        for name, token in numbered.items():
+            wrong = f"The special token {name!r} cannot have the id {token}"
+            if not 0 <= token < 1 << 31:
+                raise ValueError(f"{wrong}: ids are from 0 to 2^31 - 1.")
+            if taken.setdefault(token, utf8(name)) != utf8(name):
+                raise ValueError(f"{wrong}: it is {taken[token]!r}.")
+        return numbered
+    known = {text: token for token, text in vocab.items()}
+    free = max(vocab, default=-1) + 1
+    fresh = {text: free + i for i, text in enumerate(text for text in texts if text not in known)}
+    return {name: known.get(text, fresh.get(text, -1)) for name, text in zip(names, texts, strict=True)}
+
+
+def _as_uint32(ids: Iterable[int]) -> np.ndarray:
+    """Ids as an array; what has no place in 32 bits is 2^32 - 1, which is no id either."""
+    if not isinstance(ids, np.ndarray):
+        ids = ids if isinstance(ids, list) else list(ids)
+        try:
+            return np.fromiter(ids, np.uint32, len(ids))
+        except OverflowError:
+            return np.fromiter((token if 0 <= token < 1 << 32 else NO_ID for token in ids), np.uint32, len(ids))
+    if ids.dtype.kind not in "iu":
+        raise TypeError(f"Token ids are whole numbers; got an array of {ids.dtype}.")
+    if ids.dtype.itemsize > 4 or ids.dtype.kind == "i":
+        ids = np.where((ids >= 0) & (ids < NO_ID), ids, NO_ID)
+    return np.ascontiguousarray(ids.reshape(-1), np.uint32)
+
+
+def _groups(texts: Iterable[bytes]) -> Iterator[list[bytes]]:
+    """Texts in groups that are worth a thread's while."""
+    group: list[bytes] = []
+    size = 0
+    for text in texts:
+        group.append(text)
+        size += len(text)
+        if size >= BLOCK_BYTES // 4:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group
