@@ -15,8 +15,10 @@ OPS ?=
 help: ## Show these verbs
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-demo: $(STAMP) ## Look at this machine, then run a quick kernel benchmark on it (CPU is enough)
+demo: $(STAMP) ## Look at this machine, tokenise the built-in stories, run a quick benchmark (CPU is enough)
 	$(BIN)/fuselm doctor
+	$(BIN)/fuselm data prepare stories --limit-mb 5 --vocab-size 4096 --out runs/demo/data
+	$(BIN)/fuselm tokenizer show runs/demo/data/tokenizer.json "Once upon a time there was a little girl named Lily."
 	$(BIN)/fuselm bench kernels --quick --out runs/demo
 
 test: $(STAMP) ## Run every test that needs no GPU

@@ -23,7 +23,10 @@ DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 # Where a path in a document may start: a reader sees which from the sentence around it.
 BASES = ("", "src/fuselm", "src/fuselm/kernels", "docs")
 # Made by commands: there on a machine that ran them.
-MADE = re.compile(r"runs/.*|results/?|gpu/(\w+\.json|roofline\.png)|rows\.(csv|json)|\.venv.*|~/.*")
+MADE = re.compile(
+    r"runs/.*|results/?|gpu/(\w+\.json|roofline\.png)|rows\.(csv|json)|\.venv.*|~/.*"
+    r"|tokenizer\.json|(vocab|encoder)\.json|merges\.txt"
+)
 
 over_documents = pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
 

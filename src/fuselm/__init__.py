@@ -1,8 +1,8 @@
 """fuselm: a small-language-model stack in Python on hand-written CUDA kernels.
 
-This file knows the version and nothing else: importing it loads neither torch nor jax. `fuselm.ops`, `fuselm.jax` and
-`fuselm.nn` are imported when they are first named, so `import fuselm; fuselm.ops.rms_norm(x, weight)` works and
-`fuselm --help` stays instant.
+This file knows the version and nothing else: importing it loads neither torch nor jax. `fuselm.ops`, `fuselm.text` and
+the other public modules are imported when they are first named, so `import fuselm; fuselm.ops.rms_norm(x, weight)`
+works and `fuselm --help` stays instant.
 """
 
 from importlib import import_module
@@ -10,7 +10,7 @@ from types import ModuleType
 
 __version__ = "0.1.0"
 
-_PUBLIC_MODULES = ("jax", "nn", "ops")
+_PUBLIC_MODULES = ("data", "jax", "nn", "ops", "text")
 
 
 def __getattr__(name: str) -> ModuleType:

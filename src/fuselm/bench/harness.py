@@ -1,4 +1,4 @@
-"""The one timing protocol: every figure of this project that says how long something took comes from a `Timer`.
+"""The one timing protocol of ops: every figure that says how long a kernel took comes from a `Timer`.
 
 Knows torch and a device; knows no op, no peer and no file. On a GPU a call is warmed up, captured into a CUDA graph (so
 that what is timed is the GPU at work, not Python between two kernels) and replayed between two events, each time after

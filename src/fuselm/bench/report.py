@@ -94,7 +94,7 @@ def to_csv(rows: Sequence[Row], fields: Sequence[str]) -> str:
     writer = csv.DictWriter(text, fields, lineterminator="\n")
     writer.writeheader()
     for row in rows:
-        writer.writerow({**row, "shape": shape_text(row["shape"])})
+        writer.writerow(row | {"shape": shape_text(row["shape"])} if "shape" in row else row)
     return text.getvalue()
 
 

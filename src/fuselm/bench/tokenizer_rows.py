@@ -8,15 +8,13 @@ Knows no library and measures nothing: samples come from tokenizer.py.
 
 from __future__ import annotations
 
-import csv
-import io
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fuselm.bench.report import Row, as_row, to_json
+from fuselm.bench.report import Row, as_row, to_csv, to_json
 from fuselm.bench.tokenizer_process import Sample
 from fuselm.files import write_whole
 
@@ -113,11 +111,7 @@ def summary(rows: Sequence[Row]) -> dict[str, float]:
 
 def write_rows(folder: Path, header: Mapping[str, Any], results: Results) -> list[Path]:
     """rows.csv and rows.json in a folder."""
-    text = io.StringIO()
-    writer = csv.DictWriter(text, ROW_FIELDS, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(results.rows)
-    write_whole(folder / "rows.csv", text.getvalue())
+    write_whole(folder / "rows.csv", to_csv(results.rows, ROW_FIELDS))
     document = {**header, **summary(results.rows), "rows": results.rows, "notes": results.notes}
     write_whole(folder / "rows.json", to_json(document))
     return [folder / "rows.csv", folder / "rows.json"]
