@@ -201,6 +201,7 @@ class NativeEncoder(_Cutter):
         ids = [np.asarray(array, np.uint32) for array in (special_ids, byte_ids)]
         tables = (ids[0].ctypes.data, ids[1].ctypes.data, merges.ctypes.data, len(merges))
         self._encoder = _Handle("encoder", class_table(), self._specials.pointer, *tables)
+        self._encode = library().fuselm_encode
         self._free: list[_Scratch] = []
 
     def encode(self, data: bytes, allowed: bytes | None = None, start: int = 0, end: int | None = None) -> np.ndarray:
@@ -209,7 +210,7 @@ class NativeEncoder(_Cutter):
         scratch = self._take()
         room, address = scratch.room_for(size)
         text = _address(data) + start if start else data
-        ids = room[: _done(library().fuselm_encode(scratch.pointer, text, size, allowed, address))].copy()
+        ids = room[: _done(self._encode(scratch.pointer, text, size, allowed, address))].copy()
         self._free.append(scratch)
         return ids
 
@@ -233,9 +234,9 @@ class NativeEncoder(_Cutter):
             return _Scratch(self._encoder)
 
 
-def decode(table: bytes, starts: np.ndarray, ids: np.ndarray) -> bytes:
+def decode(table: bytes, starts: np.ndarray, ids: np.ndarray) -> memoryview:
     """The bytes of uint32 ids: token i has table[starts[i]:starts[i + 1]], an id that is none the last entry."""
     arguments = (table, starts.ctypes.data, len(starts) - 2, ids.ctypes.data, len(ids))
     out = np.empty(library().fuselm_decode(*arguments, None), np.uint8)
     library().fuselm_decode(*arguments, out.ctypes.data)
-    return out.tobytes()
+    return out.data  # no copy: whoever asked makes a str or bytes of it

@@ -191,8 +191,8 @@ class ReferenceEncoder(PlainEncoder):
         return ids
 
 
-def decode(table: bytes, starts: np.ndarray, ids: np.ndarray) -> bytes:
+def decode(table: bytes, starts: np.ndarray, ids: np.ndarray) -> memoryview:
     """The bytes of uint32 ids: token i has table[starts[i]:starts[i + 1]], an id that is none the last entry."""
     known = len(starts) - 2
     places = [min(token, known) for token in ids.tolist()]
-    return b"".join(table[starts[i] : starts[i + 1]] for i in places)
+    return memoryview(b"".join(table[starts[i] : starts[i + 1]] for i in places))

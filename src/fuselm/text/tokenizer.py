@@ -117,23 +117,22 @@ class Tokenizer:
         self, text: str, *, allowed_special: Names = (), disallowed_special: Names = "all", threads: int = 1
     ) -> list[int]:
         """The ids of a text."""
-        options = (allowed_special, disallowed_special)
-        return self._as_list(self._parts(*self._checked(text, *options), threads))
+        return self._encode_list(*self._checked(text, allowed_special, disallowed_special), threads)
 
     def encode_ordinary(self, text: str, *, threads: int = 1) -> list[int]:
         """The ids of a text in which special tokens are text like any other."""
-        return self._as_list(self._parts(utf8(text), None, threads))
+        return self._encode_list(utf8(text), None, threads)
 
     def encode_bytes(self, data: bytes, *, threads: int = 1) -> list[int]:
         """The ids of any bytes, UTF-8 or not; special tokens are bytes like any other."""
-        return self._as_list(self._parts(bytes(data), None, threads))
+        return self._encode_list(bytes(data), None, threads)
 
     def encode_array(
         self, text: str | bytes, *, allowed_special: Names = (), disallowed_special: Names = "all", threads: int = 1
     ) -> np.ndarray:
         """The ids of a text as uint32: no Python object for each, so the fastest way to encode much."""
         data, allowed = self._checked(text, allowed_special, disallowed_special)
-        if len(data) <= BLOCK_BYTES:
+        if len(data) <= BLOCK_BYTES and threads == 1:
             return self._encoder.encode(data, allowed)
         # Room for the worst case costs nothing until it is touched; every page that is touched costs, so touch it once.
         ids, count = np.empty(len(data), np.uint32), 0
@@ -158,7 +157,7 @@ class Tokenizer:
         def encode(group: list[bytes]) -> list[list[int]]:
             ends = np.cumsum([len(data) for data in group], dtype=np.int64)
             ids, counts = self._encoder.encode_batch(b"".join(group), ends, allowed)
-            whole, stops = self._as_list([ids]), np.cumsum(counts).tolist()
+            whole, stops = self._as_list(ids), np.cumsum(counts).tolist()
             return [whole[a:b] for a, b in zip([0, *stops], stops, strict=False)]
 
         groups = _groups(data for data, _ in checked)
@@ -195,17 +194,20 @@ class Tokenizer:
 
     def _parts(self, data: bytes, allowed: bytes | None, threads: int) -> Iterator[np.ndarray]:
         """The ids of a text in memory, block by block."""
-        if len(data) <= BLOCK_BYTES:
-            return iter([self._encoder.encode(data, allowed)])
         places = ranges(data, self._encoder.find_cut)
         return in_order(lambda place: self._encoder.encode(data, allowed, *place), places, thread_count(threads))
 
-    def _as_list(self, parts: Iterable[np.ndarray]) -> list[int]:
-        """Python ints, each of them shared by all its occurrences: making new ones would take longer than encoding."""
+    def _encode_list(self, data: bytes, allowed: bytes | None, threads: int) -> list[int]:
+        if len(data) <= BLOCK_BYTES and threads == 1:
+            return self._as_list(self._encoder.encode(data, allowed))
         ids: list[int] = []
-        for part in parts:
-            ids += part.tolist() if len(part) < 64 else self._ints[part].tolist()
+        for part in self._parts(data, allowed, threads):
+            ids += self._as_list(part)
         return ids
+
+    def _as_list(self, ids: np.ndarray) -> list[int]:
+        """Python ints, each of them shared by all its occurrences: making new ones would take longer than encoding."""
+        return ids.tolist() if len(ids) < 64 else self._ints[ids].tolist()
 
     @functools.cached_property
     def _ints(self) -> np.ndarray:
@@ -261,7 +263,7 @@ class Tokenizer:
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of ids. Never raises: bytes that are no UTF-8, and ids that are none, become U+FFFD."""
-        return self._bytes(_as_uint32(ids)).decode("utf-8", "replace")
+        return str(self._bytes(_as_uint32(ids)), "utf-8", "replace")
 
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
         """The bytes of ids, exactly; an id that is none is refused."""
@@ -272,7 +274,7 @@ class Tokenizer:
                 f"A token id is one of the {len(self.vocab)} in the vocabulary, below {self.vocab_size}; "
                 f"got {ids[bad[0]]} at place {bad[0]}. `decode` would put U+FFFD there."
             )
-        return self._bytes(array)
+        return bytes(self._bytes(array))
 
     def decode_batch(self, batch: Iterable[Iterable[int]]) -> list[str]:
         """The text of each list of ids."""
@@ -295,7 +297,7 @@ class Tokenizer:
         texts = [self.token_bytes(token) for token in range(self.vocab_size + 1)]
         return b"".join(texts), np.cumsum([0, *map(len, texts)], dtype=np.int64)
 
-    def _bytes(self, ids: np.ndarray) -> bytes:
+    def _bytes(self, ids: np.ndarray) -> memoryview:
         return bpe.backend().decode(*self._byte_table, ids)
 
     # --- identity and files ------------------------------------------------------------------------------------------
