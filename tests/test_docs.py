@@ -25,7 +25,7 @@ BASES = ("", "src/fuselm", "src/fuselm/kernels", "docs")
 # Made by commands: there on a machine that ran them.
 MADE = re.compile(
     r"runs/.*|results/?|gpu/(\w+\.json|roofline\.png)|rows\.(csv|json)|\.venv.*|~/.*"
-    r"|tokenizer\.json|(vocab|encoder)\.json|merges\.txt"
+    r"|(tokenizer|prepared)\.json|(vocab|encoder)\.json|merges\.txt"
 )
 
 over_documents = pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)

@@ -8,6 +8,7 @@ It knows neither sources nor keys: kernels/build.py and text/native.py do.
 from __future__ import annotations
 
 import functools
+import os
 import re
 import shutil
 import subprocess
@@ -50,6 +51,8 @@ def run(command: Sequence[str], *, output: Path, log: Path, title: str, verbose:
         lines = finished.stdout.splitlines()
         shown = [line for line in lines if re.search(r"error|undefined|cannot find", line)][:5] or lines[-5:]
         raise BuildError("\n  ".join([f"fuselm: {title} did not compile:", *shown, f"Full log: {log}"]))
+    with partial.open("rb") as file:
+        os.fsync(file.fileno())  # a library that a power cut has shortened would be found, and not load, ever after
     partial.replace(output)
 
 

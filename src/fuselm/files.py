@@ -10,6 +10,9 @@ from __future__ import annotations
 import fcntl
 import glob
 import os
+import platform
+import secrets
+import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -35,12 +38,14 @@ def write_whole(path: Path, text: str | bytes) -> None:
 def whole_file(path: Path) -> Iterator[BinaryIO]:
     """A file to write, read and seek in that takes its name when the block ends well; otherwise nothing is left of it.
 
-    A killed process may leave the hidden partial file behind, never a half-written `path`; `remove_partials` is the
-    broom.
+    A killed process may leave the hidden partial file behind, never a half-written `path`; whoever writes `path` next
+    sweeps it up. Folders above it are made.
     """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    _sweep(path)
     partial = partial_path(path)
     try:
-        with partial.open("w+b") as file:
+        with partial.open("x+b") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())  # the rename must not reach the disk before the bytes
@@ -49,17 +54,46 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
         partial.unlink(missing_ok=True)
 
 
+@contextmanager
+def whole_folder(folder: Path, *, last: str) -> Iterator[Path]:
+    """A folder inside `folder` whose files take their places there together when the block ends well, `last` last.
+
+    A file system cannot replace several files at once. This comes close: everything is on the disk before the first
+    rename, so only a process killed between two renames leaves old and new side by side, and `last`, still the old one
+    then, can tell what belongs together.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    _sweep(folder / "files")
+    staging = partial_path(folder / "files")
+    try:
+        staging.mkdir()
+        yield staging
+        for name in sorted((path.name for path in staging.iterdir()), key=lambda name: (name == last, name)):
+            (staging / name).replace(folder / name)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+
+
 def partial_path(path: Path) -> Path:
-    """Where this process writes `path` until it is whole: beside it, so that the rename stays on one file system."""
-    return path.with_name(f".{path.name}.{os.getpid()}.partial")
+    """Where something is written until it is whole: beside `path`, so that the rename stays on one file system.
+
+    A new name at each call, with the machine and the process in it, so that whoever finds it can tell a writer that is
+    still at work from one that was killed.
+    """
+    return path.with_name(f".{path.name}.{_machine()}-{os.getpid()}-{secrets.token_hex(4)}.partial")
 
 
-def remove_partials(path: Path) -> None:
-    """Remove what processes that were killed while they wrote `path` have left behind."""
-    for partial in path.parent.glob(f".{glob.escape(path.name)}.*.partial"):
-        pid = partial.name.split(".")[-2]
-        if not (pid.isdigit() and _is_running(int(pid))):
-            partial.unlink(missing_ok=True)
+def _sweep(path: Path) -> None:
+    """Remove what processes of this machine that were killed while they wrote `path` have left behind."""
+    for partial in path.parent.glob(f".{glob.escape(path.name)}.{glob.escape(_machine())}-*.partial"):
+        pid = partial.name.split("-")[-2]
+        if pid.isdigit() and not _is_running(int(pid)):
+            shutil.rmtree(partial) if partial.is_dir() else partial.unlink(missing_ok=True)
+
+
+def _machine() -> str:
+    """The machine's name: containers that share a folder do not share process numbers."""
+    return platform.node().replace("/", "_") or "here"
 
 
 def _is_running(pid: int) -> bool:

@@ -112,7 +112,7 @@ def test_prepare_takes_a_tokenizer_or_characters(corpus: Path, trained: Path, tm
     assert json.loads(characters.stdout)["splits"]["train"]["vocab_size"] == len(set(TEXT))
     both = fuselm("data", "prepare", corpus, "--tokenizer", trained, "--characters", "--out", tmp_path / "c")
     assert both.exit_code == 1
-    assert "Leave one out" in both.stderr
+    assert "Choose" in both.stderr
     assert not (tmp_path / "c").exists()
 
 
@@ -135,15 +135,24 @@ def test_the_built_in_stories_need_no_network(tmp_path: Path) -> None:
         (("tokenizer", "encode", "{trained}", "a", "--threads", "0"), "at least 1"),
         (("tokenizer", "decode", "{trained}", "1", "two"), "whole numbers; got 'two'"),
         (("tokenizer", "convert", "{trained}", "--to", "pickle", "--out", "x"), "json, gpt2, tiktoken"),
-        (("data", "prepare", "{folder}", "--out", "{folder}/out"), "text"),
+        (("tokenizer", "train", "{corpus}", "--characters", "--vocab-size", "300"), "has no say"),
+        (("tokenizer", "train", "{corpus}", "--out", "tokenizer.model"), "ending in .json"),
+        (("tokenizer", "train", "{corpus}", "--limit-mb", "inf"), "above 0; got inf"),
+        (("tokenizer", "decode", "{trained}", "--", "--5"), "whole numbers; got '--5'"),
+        (("tokenizer", "decode", "{trained}", "1", "--file", "{corpus}"), "got both"),
+        (("data", "prepare", "{folder}", "--out", "out"), "text"),
+        (("data", "prepare", "{folder}", "--out", "{folder}/out"), "cannot lie inside it"),
+        (("data", "prepare", "{corpus}", "--seed", "1", "--out", "out"), "chooses among the built-in stories"),
         (("data", "prepare", "{broken}", "--out", "{folder}/out"), "broken.txt.gz"),
+        (("data", "info", "{folder}"), "Make one with `fuselm data prepare`"),
         (("data", "info", "{corpus}"), "hen.txt"),
         (("data", "info", "nowhere"), "nowhere"),
     ],
 )
 def test_mistakes_are_a_sentence_and_exit_code_1(
-    arguments: tuple[str, ...], says: str, corpus: Path, trained: Path, tmp_path: Path
+    arguments: tuple[str, ...], says: str, corpus: Path, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "empty.txt").write_text("")
     (tmp_path / "folder").mkdir()
     (tmp_path / "broken.txt.gz").write_bytes(gzip.compress(TEXT.encode())[:-20])
@@ -168,6 +177,7 @@ def test_ctrl_c_leaves_no_file(tmp_path: Path) -> None:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
         assert process.stderr is not None
+        assert process.stderr.readline().startswith("stories: ")
         assert "tokenizer: train" in process.stderr.readline()  # it has been at work for some seconds
         process.send_signal(signal.SIGINT)
         _, rest = process.communicate(timeout=60)

@@ -95,6 +95,27 @@ def test_several_documents_without_a_separator_are_refused(corpus_file: Path, tm
     assert character_tokenizer(corpus).special_tokens  # which is why this one has it
 
 
+def test_files_that_were_not_made_together_are_refused(corpus_file: Path, tmp_path: Path) -> None:
+    corpus, out, other = open_corpus(corpus_file), tmp_path / "out", tmp_path / "other"
+    words = train_tokenizer(corpus, 300)
+    prepare(corpus, words, out)
+    prepare(open_corpus("stories", limit_bytes=3000), words, other)
+    (other / "valid.tokens").replace(out / "valid.tokens")  # as if killed between two renames
+    with pytest.raises(ShardError, match="made together"):
+        open_prepared(out)
+    (out / "prepared.json").write_text("{")
+    with pytest.raises(ShardError, match="is not JSON"):
+        open_prepared(out)
+
+
+def test_a_document_that_contains_the_separator_is_several(tmp_path: Path) -> None:
+    path = tmp_path / "records.jsonl"
+    path.write_text('{"text": "one<|endoftext|>two"}\n' * 40)
+    corpus = open_corpus(path)
+    shards = prepare(corpus, train_tokenizer(corpus, 260), tmp_path / "out")
+    assert len(shards["train"].documents) == 2 * 38
+
+
 def test_a_folder_with_another_tokenizer_is_refused(corpus_file: Path, tmp_path: Path) -> None:
     corpus, out = open_corpus(corpus_file), tmp_path / "out"
     prepare(corpus, train_tokenizer(corpus, 300), out)

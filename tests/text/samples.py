@@ -167,27 +167,12 @@ pieces = st.one_of(
 )
 texts = st.lists(pieces, max_size=12).map("".join)
 
-# What UTF-8 is not: truncated, overlong, surrogates, past U+10FFFF, lonely continuation bytes, bytes that never occur.
+# What UTF-8 is not: lonely continuation bytes, characters broken off, overlong forms of A, 0, a space, é and 中,
+# surrogates, what is past U+10FFFF, bytes that never occur.
 BROKEN = [
-    b"\x80",
-    b"\xbf\xbf",
-    b"\xc3",
-    b"\xe2\x82",
-    b"\xf0\x9f\x98",
-    b"\xc0\xaf",
-    b"\xc1\xbf",
-    b"\xe0\x80\x80",
-    b"\xe0\x9f\xbf",
-]
-BROKEN += [
-    b"\xed\xa0\x80",
-    b"\xed\xbf\xbf",
-    b"\xf0\x80\x80\x80",
-    b"\xf0\x8f\xbf\xbf",
-    b"\xf4\x90\x80\x80",
-    b"\xf5\x80\x80\x80",
-    b"\xfe",
-    b"\xff",
+    *(b"\x80", b"\xbf\xbf", b"\xc3", b"\xe4\xb8", b"\xf0\x9f\x98"),
+    *(b"\xc1\x81", b"\xc0\xb0", b"\xc0\xa0", b"\xe0\x81\x81", b"\xe0\x80\xa0", b"\xe0\x83\xa9", b"\xf0\x84\xb8\xad"),
+    *(b"\xed\xa0\x80", b"\xed\xbf\xbf", b"\xf4\x90\x80\x80", b"\xf5\x80\x80\x80", b"\xfe", b"\xff"),
 ]
 byte_texts = st.lists(pieces.map(str.encode) | st.sampled_from(BROKEN) | st.binary(max_size=6), max_size=12).map(
     b"".join

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import itertools
 import os
@@ -21,11 +22,12 @@ from fuselm.text.native import NativeEncoder
 from fuselm.text.reference import ReferenceEncoder
 from tests.text.samples import BROKEN, byte_texts, cut_at, english, mixture, needs_compiler, same_every_run
 
-SPECIALS = [b"<a>", b"<a>b ", b" x y ", "é!".encode()]
+SPECIALS = (b"<a>", b"<a>b ", b" x y ", "é!".encode())
 IDS = [1000, 1001, 1002, 1003]
 
 
-def make_encoder(kind: str, specials: list[bytes]) -> Encoder:
+@functools.cache
+def make_encoder(kind: str, specials: tuple[bytes, ...]) -> Encoder:
     """An encoder of single bytes or characters: its cuts are what is looked at."""
     if kind == "characters":
         alphabet = {chr(code): code for code in range(0x20000) if not 0xD800 <= code < 0xE000}
@@ -47,11 +49,6 @@ def cuts(find_cut: blocks.FindCut, data: bytes) -> list[tuple[int, int]]:
     return [(cut, end) for cut, end in found if cut]
 
 
-@pytest.fixture(scope="module")
-def encoder_of() -> dict[str, Encoder]:
-    return {kind: make_encoder(kind, SPECIALS) for kind in ("native", "reference", "characters")}
-
-
 pieces = st.sampled_from(
     [*SPECIALS, *BROKEN, b" ", b"  ", b"a", b"'", b"s", b"'ll", b"1", b"!", "é中".encode(), b"<a", b"x y"]
 )
@@ -60,8 +57,8 @@ pieces = st.sampled_from(
 @each_kind
 @given(data=st.lists(pieces | byte_texts.map(lambda data: data[:8]), min_size=1, max_size=10).map(b"".join))
 @same_every_run(80)
-def test_cut_text_gives_the_words_and_ids_of_the_whole(encoder_of, kind: str, data: bytes) -> None:
-    encoder = encoder_of[kind]
+def test_cut_text_gives_the_words_and_ids_of_the_whole(kind: str, data: bytes) -> None:
+    encoder = make_encoder(kind, SPECIALS)
     for cut, end in cuts(encoder.find_cut, data):
         assert 0 < cut < end
         if kind != "characters":
@@ -73,7 +70,7 @@ def test_cut_text_gives_the_words_and_ids_of_the_whole(encoder_of, kind: str, da
 
 @pytest.mark.parametrize("kind", [pytest.param("native", marks=needs_compiler), "reference"])
 def test_every_short_text_may_be_cut_where_cuts_are_found(kind: str) -> None:
-    find_cut, seen = make_encoder(kind, []).find_cut, 0
+    find_cut, seen = make_encoder(kind, ()).find_cut, 0
     for letters in itertools.product(["a", "s", "é", "7", "'", "!", " ", "\n", "\u3000"], repeat=3):
         data = "".join((*letters, "a's ")).encode()  # a cut is only found where four bytes follow
         for cut, _ in cuts(find_cut, data):
@@ -84,7 +81,7 @@ def test_every_short_text_may_be_cut_where_cuts_are_found(kind: str) -> None:
 
 @needs_compiler
 def test_native_cut_is_the_last_one_that_is_safe_whatever_follows() -> None:
-    encoder = make_encoder("native", [])
+    encoder = make_encoder("native", ())
     for data, cut in [
         (b"one two three", 7),  # before the last space that four bytes follow
         (b"one two", 3),
@@ -106,7 +103,7 @@ def test_native_cut_is_the_last_one_that_is_safe_whatever_follows() -> None:
 def test_cut_is_looked_for_between_searched_and_end_only() -> None:
     data = b"one two three four five six"
     for kind in ("native", "reference"):
-        encoder = make_encoder(kind, [])
+        encoder = make_encoder(kind, ())
         assert encoder.find_cut(data, 0, 0, len(data)) == 23
         assert encoder.find_cut(data, 0, 0, 22) == 18
         assert encoder.find_cut(data, 8, 13, len(data)) == 23
@@ -116,19 +113,19 @@ def test_cut_is_looked_for_between_searched_and_end_only() -> None:
 
 
 @each_kind
-def test_text_has_a_cut_every_few_words(encoder_of, kind: str) -> None:
+def test_text_has_a_cut_every_few_words(kind: str) -> None:
     # The twin in Python knows fewer cuts: those of text with spaces.
     text = english(random.Random(5), 20_000) if kind == "reference" else mixture(20_000, seed=5)
     for end in range(1000, len(text), 997):
-        assert encoder_of[kind].find_cut(text.encode(), 0, 0, end) > end - 100
+        assert make_encoder(kind, SPECIALS).find_cut(text.encode(), 0, 0, end) > end - 100
 
 
 @each_kind
-def test_no_cut_goes_through_a_special_be_it_whole_or_still_coming(encoder_of, kind: str) -> None:
+def test_no_cut_goes_through_a_special_be_it_whole_or_still_coming(kind: str) -> None:
     data = b"aa x y bb"
     special = range(data.index(b" x y ") + 1, data.index(b"bb"))
     for filler in (b"", b"cc dd ee ff gg"):
-        for cut, _ in cuts(encoder_of[kind].find_cut, data + filler):
+        for cut, _ in cuts(make_encoder(kind, SPECIALS).find_cut, data + filler):
             assert cut not in special
 
 

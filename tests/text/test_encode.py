@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Sequence
 
@@ -127,6 +128,37 @@ def test_any_choice_of_specials_and_any_part_of_a_text_are_encoded_as_the_twin_d
     assert native.find_special(data, allowed) == twin.find_special(data, allowed)
 
 
+names = st.lists(st.text("ab<é\x7f中 ", min_size=2, max_size=6), min_size=1, max_size=40, unique=True)
+
+
+@given(
+    specials=names,
+    parts=st.lists(st.integers(0, 99) | st.text("ab<é\x7f中 ", max_size=4), max_size=12),
+    seed=st.integers(0, 99),
+)
+@same_every_run(150)
+def test_any_list_of_specials_is_found_as_the_twin_finds_it(specials: list[str], parts: list, seed: int) -> None:
+    native, twin = encoders([(b"a", b"b")], specials)
+    # Numbers choose a special, whole or without its last character.
+    chosen = [(specials[part // 2 % len(specials)], part % 2) if isinstance(part, int) else (part, 0) for part in parts]
+    data = "".join(text[: len(text) - cut] for text, cut in chosen).encode()
+    chooser = random.Random(seed)
+    for allowed in (b"\1" * len(specials), bytes(chooser.randrange(2) for _ in specials)):
+        assert native.find_special(data, allowed) == twin.find_special(data, allowed)
+        assert native.encode(data, allowed).tolist() == twin.encode(data, allowed).tolist()
+
+
+@pytest.mark.parametrize("letter", ["é", "中", "𝐀", "\u3000", "½"])
+def test_text_that_ends_within_a_character_is_read_no_further(both: Both, letter: str) -> None:
+    native, twin = both
+    data = (letter * 30).encode()
+    for start, end in itertools.product(range(5), range(len(data))):
+        expected = twin.encode(data[start:end]).tolist()
+        assert native.encode(data, None, start, end).tolist() == expected
+        ids, counts = native.encode_batch(data, np.array([start, end, len(data)], np.int64), None)
+        assert ids[counts[0] : counts[0] + counts[1]].tolist() == expected
+
+
 # --- lengths and caches ----------------------------------------------------------------------------------------------
 
 
@@ -152,15 +184,26 @@ def test_words_that_differ_in_length_or_in_zero_bytes_alone_are_not_confused(bot
             assert native.encode(word).tolist() == twin.encode(word).tolist()
 
 
+def test_words_that_begin_alike_are_not_confused(both: Both) -> None:
+    few_ids = encoders([(b"a" * n, b"a" * n) for n in (1, 2, 4)] + [(b"aa", b"a")])  # 15 letters are three
+    assert len(few_ids[0].encode(b"a" * 15)) == 3
+    for native, twin in (both, few_ids):
+        for word in (b"a" * 72, b"abelnorst" * 8, b" " + b"telnorsab" * 8, b"0123456789" * 8, "é中".encode() * 14):
+            for length in (*range(1, 71), *range(70, 0, -1)):
+                assert native.encode(word[:length]).tolist() == twin.encode(word[:length]).tolist()
+
+
 def test_more_words_than_the_caches_hold_are_encoded_right(both: Both) -> None:
     native, twin = both
-    # So many that they drive one another out; a sample of them is then asked for again.
+    # So many that they drive one another out: of few ids, of some, of many, and of more than a place holds.
     chooser = random.Random(8)
-    words = ["".join(chooser.choices("abelnorstw", k=chooser.randint(3, 7))) for _ in range(120_000)]
-    words += ["".join(chooser.choices("abelnorstw", k=chooser.randint(16, 40))) for _ in range(20_000)]
-    everything = native.encode(" ".join(words).encode())
-    assert len(everything) > 250_000
-    for word in chooser.sample(words, 400):
+    kinds = [("abelnorstw", 3, 7, 100_000), ("abelnorstw", 16, 40, 20_000), ("bcdfgjkpqvxz", 14, 30, 50_000)]
+    words = ["".join(chooser.choices(c, k=chooser.randint(a, b))) for c, a, b, count in kinds for _ in range(count)]
+    data = " ".join(words).encode()
+    ids = native.encode(data)
+    assert len(ids) > 1_000_000
+    assert np.array_equal(native.encode(data), ids)  # now from the caches, as far as they remember
+    for word in chooser.sample(words, 300):
         assert native.encode(word.encode()).tolist() == twin.encode(word.encode()).tolist()
 
 

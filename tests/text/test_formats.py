@@ -268,7 +268,7 @@ def test_merges_are_found_for_all_ranks_that_merging_can_reach(tmp_path: Path) -
         ("YWI= 7\n", "line 257: .*has come before"),
         ("YWJj 256\n", r"b'abc' of rank 256 is not, as merging ends at b'a' \+ b'b' \+ b'c'"),
         ("Lgo= 256\n", r"b'\.\\n' is in none of them.*another way to split"),
-        ("YWI= 999999999\n", "Ids are below"),
+        ("YWI= 999999999\n", "ids are from 0 to 4194303"),
     ],
 )
 def test_ranks_that_cannot_be_are_refused(lines: str, message: str, tmp_path: Path) -> None:

@@ -225,7 +225,6 @@ def test_a_file_that_would_give_other_ids_or_is_none_is_refused(
         ([b" the"], [], {"Ġthe": 300}, "'Ġthe' would stand for 256 and for 300"),
         ([b"ab", b"ab"], [(b"a", b"b")], {}, "256 and 257 are both b'ab'"),
         ([b"ab"], [(b"a", b"b")] * 2, {}, "comes twice"),
-        ([], [], {"<|far|>": 1 << 30}, "Ids are below"),
     ],
 )
 def test_what_a_file_cannot_say_is_not_saved(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -126,8 +129,8 @@ def test_special_that_a_merge_makes_too_is_found_in_ordinary_text() -> None:
         (BYTES, [(b"a", b"b")], None, r"b'ab' of the merge .* belong to different tokenizers"),
         ({token: text for token, text in BYTES.items() if token != 10}, [], None, r"256 bytes; b'\\n' has none"),
         ({}, [], None, r"256 bytes"),
-        ({**BYTES, -1: b"xy"}, [], None, r"from 0 to 2\^31 - 1; got -1"),
-        ({**BYTES, 1 << 31: b"xy"}, [], None, r"from 0 to 2\^31 - 1; got 2147483648"),
+        ({**BYTES, -1: b"xy"}, [], None, r"from 0 to 4194303; got -1"),
+        ({**BYTES, 1 << 22: b"xy"}, [], None, r"from 0 to 4194303; got 4194304"),
         (BYTES, [], {"<x>": 65}, r"'<x>' cannot have the id 65: it is b'A'"),
         (BYTES, [], {"<x>": -1}, r"'<x>' cannot have the id -1"),
         (BYTES, [], {"<x>": 300, "<y>": 300}, r"'<y>' cannot have the id 300"),
@@ -245,10 +248,24 @@ def test_arrays_of_any_integers_are_decoded(dtype: type) -> None:
     tokenizer = small()
     assert tokenizer.decode(np.array([256, 65], dtype)) == "abA"
     assert tokenizer.decode_bytes(np.array([256, 65], dtype)) == b"abA"
-    assert tokenizer.decode(np.array([np.iinfo(dtype).max, 65], dtype)) == "\ufffdA"
+    for wrong in (np.iinfo(dtype).max, -1, 257, 2**32 + 65, 65 - 2**32):  # the last two are 65 in 32 bits
+        if np.iinfo(dtype).min <= wrong <= np.iinfo(dtype).max:
+            assert tokenizer.decode(np.array([wrong, 65], dtype)) == "\ufffdA"
+            with pytest.raises(ValueError, match=rf"got {wrong} at place 1"):
+                tokenizer.decode_bytes(np.array([65, wrong], dtype))
     assert tokenizer.decode(np.array([], dtype)) == ""
     every_second = np.array([256, 1, 65, 1], dtype)[::2]
     assert tokenizer.decode_bytes(every_second) == b"abA"
+
+
+def test_numpy_integers_in_a_list_are_ids_too() -> None:
+    tokenizer = small()
+    assert tokenizer.decode([np.int64(256), np.uint16(65), np.uint32(66)]) == "abAB"
+    # Numbers that are no ids do not become some by losing their upper bits.
+    for wrong in (np.int64(-1), np.int64(2**32 + 65), np.uint64(2**63 + 65), np.int64(65 - 2**32)):
+        assert tokenizer.decode([wrong, 66]) == "\ufffdB"
+        with pytest.raises(ValueError, match=rf"got {wrong} at place 0"):
+            tokenizer.decode_bytes([wrong, 66])
 
 
 def test_part_of_a_character_decodes_to_a_replacement_character(trained: Tokenizer) -> None:
@@ -275,3 +292,48 @@ def test_trained_vocabulary_goes_straight_into_a_tokenizer() -> None:
     assert tokenizer.special_tokens == {"<|x|>": 263}
     assert tokenizer.vocab_size == 264
     assert len(tokenizer.encode(" lower lowest")) == 2
+
+
+# --- copies and odd arguments ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [small, lambda: Tokenizer.characters("abé", ["<x>"], unknown="b")])
+def test_copies_build_their_own_native_side(make) -> None:
+    tokenizer = make()
+    for copied in (copy.deepcopy(tokenizer), pickle.loads(pickle.dumps(tokenizer))):
+        assert copied is not tokenizer
+        assert copied == tokenizer
+        assert copied.encode("ab") == tokenizer.encode("ab")
+
+
+def test_empty_and_many_dimensional_arrays_are_decoded() -> None:
+    tokenizer = small()
+    assert tokenizer.decode(np.array([])) == ""
+    assert tokenizer.decode(np.array([[65, 66], [67, 9999]])) == "ABC\ufffd"
+    with pytest.raises(ValueError, match="got 9999 at place 3"):
+        tokenizer.decode_bytes(np.array([[65, 66], [67, 9999]]))
+    with pytest.raises(TypeError, match="array of float64"):
+        tokenizer.decode(np.array([1.5]))
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda t: t.encode(None), "A text is a str"),
+        (lambda t: t.encode_array(bytearray(b"a")), "got bytearray"),
+        (lambda t: t.encode_bytes(3), "bytes-like object"),
+        (lambda t: t.encode_iterable("abc"), "Put it into a list"),
+        (lambda t: t.encode_blocks(b"abc"), "Put it into a list"),
+        (lambda t: train_bpe(b"abc", 300), "Put them into a list"),
+    ],
+)
+def test_what_is_no_text_is_refused_at_once(call, words: str) -> None:
+    with pytest.raises(TypeError, match=words):
+        call(small())
+
+
+def test_streams_refuse_wrong_options_before_they_begin() -> None:
+    with pytest.raises(ValueError, match="at least 1"):
+        small().encode_blocks(["abc"], threads=0)
+    with pytest.raises(ValueError, match="is not a special token"):
+        small().encode_iterable(["abc"], allowed_special={"<none>"})

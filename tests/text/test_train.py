@@ -340,7 +340,8 @@ class Hoard(list):
 def test_counts_of_many_counters_and_of_growing_tables_are_added_up() -> None:
     # 12,000 different words, more than a table starts with room for, in parts that share most of them.
     words = [f" w{i:x}" + "y" * (i % 3) * 6 for i in range(12_000)]
-    parts = ["".join(words[start : start + 7000]).encode() for start in (0, 1000, 5000)]
+    often = " zq" * 9000  # and one that is counted often before the tables grow
+    parts = [(often + "".join(words[start : start + 7000])).encode() for start in (0, 1000, 5000)]
     trainer, twin = native.NativeTrainer([]), reference.ReferenceTrainer([])
     trainer._free = counters = Hoard()
     for part in parts:

@@ -64,8 +64,9 @@ def main() -> None:
         for _ in range(20):
             use(chooser, encoder, twin)
         encoder.encode(bytes(chooser.choices(b"abet", k=20_000)))
-    starts = np.arange(257, dtype=np.int64)
-    assert native.decode(bytes(range(256)), starts, np.arange(256, dtype=np.uint32)) == bytes(range(256))
+    starts = np.arange(258, dtype=np.int64)  # the bytes, and one more entry for what is no id
+    ids = np.array([*range(256), 256, 300, 2**32 - 1], np.uint32)
+    assert bytes(native.decode(bytes(range(256)) + b"?", starts, ids)) == bytes(range(256)) + b"???"
     print("nothing found")
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,7 +16,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fuselm.cli.errors import told
-from fuselm.cli.progress import Step, bar
+from fuselm.cli.progress import Step, bar, under
+from fuselm.cli.tokenizer import UNITS, VocabSize, load
 
 if TYPE_CHECKING:
     from fuselm.data.corpora import Corpus
@@ -27,8 +29,8 @@ app = typer.Typer(no_args_is_help=True, help="Tokenise corpora for training, and
 PREPARE_HELP = """Tokenise a corpus into a folder that training reads: train.tokens, valid.tokens and tokenizer.json.
 
 A corpus is a name or a path. Names: stories (built in, made here, no network), tinyshakespeare, wizard-of-oz and
-tinystories (downloaded once, verified, kept in the user cache). Paths: a text file, .jsonl, .parquet, any of them as
-.gz, .xz, .bz2 or .zst, or a folder of such files. Documents in a text are separated by a line <|endoftext|>.
+tinystories (downloaded once, kept in the user cache). Paths: a text file or .jsonl, also as .gz, .xz, .bz2 or .zst, a
+.parquet file, or a folder of such files. <|endoftext|> in a text, on a line of its own or not, separates documents.
 
 The tokenizer is given by --tokenizer; else one is trained on the corpus, of --vocab-size tokens, or of single
 characters. What the folder had before is replaced when everything is complete, and not before.
@@ -59,10 +61,10 @@ def prepare(
     corpus: Annotated[str, typer.Argument(help="A corpus's name, or the path of a file or folder with text.")],
     out: Annotated[Path, typer.Option(help="Folder to write; made when it is not there.")],
     tokenizer: Annotated[Path | None, typer.Option(help="A tokenizer of any format; else one is trained.")] = None,
-    vocab_size: Annotated[int, typer.Option(help="Number of tokens of the tokenizer that is trained.")] = 10_000,
+    vocab_size: VocabSize = None,
     characters: Annotated[bool, typer.Option("--characters", help="One token for each character instead.")] = False,
     limit_mb: Annotated[float | None, typer.Option(help="Use at most this many megabytes of each split.")] = None,
-    seed: Annotated[int, typer.Option(help="Which of the endless built-in stories.")] = 0,
+    seed: Annotated[int | None, typer.Option(help="Which of the endless built-in stories.", show_default="0")] = None,
     threads: Annotated[int | None, typer.Option(help="Default: one for each core.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")] = False,
 ) -> None:
@@ -71,13 +73,17 @@ def prepare(
 
     begin = time.monotonic()
     with told():
-        if tokenizer is not None and characters:
-            raise ValueError("--tokenizer and --characters both say which tokenizer to use. Leave one out.")
-        with bar("tokenizer", units={"merge": "merges"}) as step:
+        if tokenizer is not None and (characters or vocab_size is not None):
+            raise ValueError("--tokenizer says which tokenizer to use, --characters and --vocab-size do too. Choose.")
+        _check_out(out, corpus)
+        with bar(UNITS) as step:
             source = open_named(corpus, limit_mb, step, seed=seed)
-            chosen = _tokenizer(source, tokenizer, vocab_size, characters, threads, step)
-        with bar("tokenising") as step:
-            shards = preparing.prepare(source, chosen, out, threads=threads, on_progress=step)
+            typer.echo(source.describe(), err=True)
+            if tokenizer is not None:
+                chosen = load(tokenizer)
+            else:
+                chosen = make_tokenizer(source, vocab_size, characters, [], threads, under("tokenizer", step))
+            shards = preparing.prepare(source, chosen, out, threads=threads, on_progress=under("tokenising", step))
     seconds = time.monotonic() - begin
     found = {split: describe(shard) for split, shard in shards.items()}
     if as_json:
@@ -112,14 +118,31 @@ def info(
         typer.echo(f"  tokenizer {facts['fingerprint'] or 'unknown'}, made of {facts['source'] or 'unknown text'}")
 
 
-def open_named(name: str, limit_mb: float | None, step: Step, *, seed: int = 0) -> Corpus:
+def open_named(name: str, limit_mb: float | None, step: Step, *, seed: int | None = None) -> Corpus:
     """A corpus by name or path; downloads are shown by `step`."""
-    from fuselm.data.corpora import open_corpus
+    from fuselm.data.corpora import STORIES, open_corpus
 
-    limit = None if limit_mb is None else int(limit_mb * 1e6)
+    if seed is not None and name != STORIES:
+        raise ValueError(f"--seed chooses among the built-in stories; {name} is what it is. Leave it out.")
+    if limit_mb is not None and not 0 < limit_mb < math.inf:
+        raise ValueError(f"--limit-mb is a number of megabytes above 0; got {limit_mb}.")
+    limit = None if limit_mb is None else max(1, int(limit_mb * 1e6))
     return open_corpus(
-        name, seed=seed, limit_bytes=limit, on_progress=lambda done, total: step("download", done, total)
+        name, seed=seed or 0, limit_bytes=limit, on_progress=lambda done, total: step("download", done, total)
     )
+
+
+def make_tokenizer(
+    corpus: Corpus, vocab_size: int | None, characters: bool, special: list[str], threads: int | None, step: Step
+) -> Tokenizer:
+    """A tokenizer of a corpus: characters, or a BPE of some size."""
+    from fuselm.data.prepare import VOCAB_SIZE, character_tokenizer, train_tokenizer
+
+    if not characters:
+        return train_tokenizer(corpus, vocab_size or VOCAB_SIZE, special, threads=threads, on_progress=step)
+    if vocab_size is not None:
+        raise ValueError("--characters makes a token of each character; --vocab-size has no say in that. Leave it out.")
+    return character_tokenizer(corpus, special, on_progress=step)
 
 
 def describe(shard: Shard) -> dict[str, Any]:
@@ -129,17 +152,12 @@ def describe(shard: Shard) -> dict[str, Any]:
     return facts
 
 
-def _tokenizer(
-    corpus: Corpus, path: Path | None, vocab_size: int, characters: bool, threads: int | None, step: Step
-) -> Tokenizer:
-    from fuselm.data.prepare import character_tokenizer, train_tokenizer
-    from fuselm.text.tokenizer import Tokenizer
-
-    if path is not None:
-        return Tokenizer.load(path)
-    if characters:
-        return character_tokenizer(corpus, on_progress=step)
-    return train_tokenizer(corpus, vocab_size, threads=threads, on_progress=step)
+def _check_out(out: Path, corpus: str) -> None:
+    """Refuse before the work what could not be written after it, or would be read as text the next time."""
+    source, target = Path(corpus).resolve(), out.resolve()
+    if source.is_dir() and target.is_relative_to(source):
+        raise ValueError(f"What is made of {corpus} cannot lie inside it: the next run would read it. Move --out.")
+    out.mkdir(parents=True, exist_ok=True)
 
 
 def _sentence(name: str, facts: dict[str, Any]) -> str:

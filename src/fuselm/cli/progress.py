@@ -1,7 +1,7 @@
 """Progress bars of the verbs, on stderr: a rate and an estimate on a terminal, a line now and then elsewhere.
 
-with bar("training the tokenizer") as step:
-    step("count", 3_000_000, 10_000_000)      # stage, done, total (None: not known)
+with bar({"merges": "merges"}) as step:
+    step("reading", 3_000_000, 10_000_000)      # stage, done, total (None: not known)
 """
 
 from __future__ import annotations
@@ -17,22 +17,25 @@ SECONDS_BETWEEN_LINES = 5.0
 
 
 @contextmanager
-def bar(title: str, *, quiet: bool = False, units: dict[str, str] | None = None) -> Iterator[Step]:
+def bar(units: dict[str, str] | None = None) -> Iterator[Step]:
     """A bar for each stage. `units` names what is counted in a stage; bytes where it says nothing."""
     from rich.console import Console
 
     console = Console(stderr=True)
-    if quiet:
-        yield lambda stage, done, total: None
-    elif console.is_terminal:
-        with _live(console, title, units or {}) as step:
+    if console.is_terminal:
+        with _live(console, units or {}) as step:
             yield step
     else:
-        yield _lines(title, units or {})
+        yield _lines(units or {})
+
+
+def under(title: str, step: Step) -> Step:
+    """The same bars, their stages named under a title."""
+    return lambda stage, done, total: step(f"{title}: {stage}", done, total)
 
 
 @contextmanager
-def _live(console: object, title: str, units: dict[str, str]) -> Iterator[Step]:
+def _live(console: object, units: dict[str, str]) -> Iterator[Step]:
     from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
     text = TextColumn("{task.description}", markup=False)
@@ -42,7 +45,7 @@ def _live(console: object, title: str, units: dict[str, str]) -> Iterator[Step]:
 
         def step(stage: str, done: int, total: int | None) -> None:
             if stage not in tasks:
-                tasks[stage] = (progress.add_task(f"{title}: {stage}", total=total, counts=""), time.monotonic())
+                tasks[stage] = (progress.add_task(stage, total=total, counts=""), time.monotonic())
             task, begin = tasks[stage]
             counts = _counts(done, total, units.get(stage, ""), time.monotonic() - begin)
             progress.update(task, completed=done, total=total, counts=counts)
@@ -50,17 +53,17 @@ def _live(console: object, title: str, units: dict[str, str]) -> Iterator[Step]:
         yield step
 
 
-def _lines(title: str, units: dict[str, str]) -> Step:
+def _lines(units: dict[str, str]) -> Step:
     """For logs and pipes: work that takes seconds says nothing, longer work a line every few seconds."""
     begun: dict[str, float] = {}
-    told = [time.monotonic()]
+    told = [time.monotonic() - SECONDS_BETWEEN_LINES + 2]  # the first after two seconds
 
     def step(stage: str, done: int, total: int | None) -> None:
         now = time.monotonic()
         begin = begun.setdefault(stage, now)
         if now - told[0] >= SECONDS_BETWEEN_LINES:
             told[0] = now
-            typer.echo(f"{title}: {stage} {_counts(done, total, units.get(stage, ''), now - begin)}", err=True)
+            typer.echo(f"{stage} {_counts(done, total, units.get(stage, ''), now - begin)}", err=True)
 
     return step
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fuselm.cli.errors import told
-from fuselm.cli.progress import bar
+from fuselm.cli.progress import bar, under
 
 if TYPE_CHECKING:
     import numpy as np
@@ -27,13 +27,17 @@ app = typer.Typer(no_args_is_help=True, help="Train, use, look at and convert to
 TokenizerPath = Annotated[
     Path, typer.Argument(help="A tokenizer.json, a folder with GPT-2's two files, or a .tiktoken rank file.")
 ]
+VocabSize = Annotated[
+    int | None, typer.Option(help="Tokens of a trained BPE: 256 bytes, merges, special tokens.", show_default="10000")
+]
+UNITS = {"tokenizer: merge": "merges"}
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 
 TRAIN_HELP = """Train a byte-level BPE tokenizer on a corpus and write it as tokenizer.json.
 
-A corpus is a name (stories, tinyshakespeare, wizard-of-oz, tinystories) or the path of a file or folder: text, .jsonl,
-.parquet, also compressed. Only its training part is read. The file can be read by Hugging Face tokenizers too. The
-same text gives the same tokenizer, whatever the number of threads.
+A corpus is a name (stories, tinyshakespeare, wizard-of-oz, tinystories) or the path of a file or folder: text or
+.jsonl, also compressed, or .parquet. Only its training part is read, for --characters both parts. The file can be read
+by Hugging Face tokenizers too. The same text gives the same tokenizer, whatever the number of threads.
 
 Examples:
 
@@ -88,9 +92,9 @@ Example:
 @app.command(help=TRAIN_HELP)
 def train(
     corpus: Annotated[str, typer.Argument(help="A corpus's name, or the path of a file or folder with text.")],
-    vocab_size: Annotated[int, typer.Option(help="Number of tokens: 256 bytes, merges, special tokens.")] = 10_000,
+    vocab_size: VocabSize = None,
     special: Annotated[
-        list[str] | None, typer.Option(help="A special token; may be given several times. <|endoftext|> is always one.")
+        list[str] | None, typer.Option(help="A special token besides <|endoftext|>; may be given several times.")
     ] = None,
     characters: Annotated[bool, typer.Option("--characters", help="One token for each character instead.")] = False,
     limit_mb: Annotated[float | None, typer.Option(help="Use at most this many megabytes of the corpus.")] = None,
@@ -99,16 +103,14 @@ def train(
     as_json: Json = False,
 ) -> None:
     """Train; the help text is TRAIN_HELP."""
-    from fuselm.cli.data import open_named
-    from fuselm.data.prepare import character_tokenizer, train_tokenizer
+    from fuselm.cli.data import make_tokenizer, open_named
+    from fuselm.text.formats import json_path
 
     begin = time.monotonic()
-    with told(), bar("tokenizer", units={"merge": "merges"}) as step:
+    with told(), bar(UNITS) as step:
+        json_path(out)  # a name that cannot be is refused now, not after the work
         source = open_named(corpus, limit_mb, step)
-        if characters:
-            tokenizer = character_tokenizer(source, special or [], on_progress=step)
-        else:
-            tokenizer = train_tokenizer(source, vocab_size, special or [], threads=threads, on_progress=step)
+        tokenizer = make_tokenizer(source, vocab_size, characters, special or [], threads, under("tokenizer", step))
         path = tokenizer.save(out)
     seconds = time.monotonic() - begin
     if as_json:
@@ -132,7 +134,7 @@ def encode(
         if out is not None and out.suffix != ".npy":
             raise ValueError(f"--out is a .npy file; got {out}. Name it {out.with_suffix('.npy')}.")
         loaded = load(tokenizer)
-        ids = _encode(loaded, _source(text, file), special, threads)
+        ids = _encode(loaded, text, file, special, threads)
         if out is not None:
             _write_npy(out, ids, loaded.vocab_size)
     if as_json:
@@ -148,13 +150,15 @@ def encode(
 def decode(
     tokenizer: TokenizerPath,
     ids: Annotated[list[str] | None, typer.Argument(help="Token ids; left out, they are read from stdin.")] = None,
-    file: Annotated[Path | None, typer.Option(help="A .npy file of ids.")] = None,
+    file: Annotated[Path | None, typer.Option(help="A .npy file of ids, or a .tokens file.")] = None,
     as_json: Json = False,
 ) -> None:
     """Decode; the help text is DECODE_HELP."""
     with told():
+        if ids and file is not None:
+            raise ValueError("Ids are given as arguments or by --file; got both. Leave one out.")
         loaded = load(tokenizer)
-        text = loaded.decode(_read_npy(file) if file is not None else _ids(ids))
+        text = loaded.decode(_read_ids(file, loaded) if file is not None else _ids(ids))
     if as_json:
         typer.echo(json.dumps({"text": text}))
     else:
@@ -201,8 +205,8 @@ def convert(
         if to not in writers:
             raise ValueError(f"A format is one of {', '.join(writers)}; got {to!r}.")
         loaded = load(tokenizer)
-        writers[to](loaded, out)
-    typer.echo(json.dumps({**facts(loaded), "path": str(out)}) if as_json else f"{out}: {_sentence(loaded)}")
+        path = writers[to](loaded, out)
+    typer.echo(json.dumps({**facts(loaded), "path": str(path)}) if as_json else f"{path}: {_sentence(loaded)}")
 
 
 def load(path: Path) -> Tokenizer:
@@ -228,19 +232,10 @@ def _sentence(tokenizer: Tokenizer) -> str:
     return f"{kind}, {tokenizer.vocab_size:,} tokens, {len(tokenizer.special_tokens)} of them special"
 
 
-def _source(text: str | None, file: Path | None) -> Any:
-    """The text to encode as pieces: a string is one, a file is read bit by bit."""
-    from fuselm.text.blocks import file_pieces, read_pieces
-
-    if text is not None and file is not None:
-        raise ValueError("A text is given as an argument or by --file; got both. Leave one out.")
-    if text is not None:
-        return [text]
-    return file_pieces(file) if file is not None else read_pieces(sys.stdin.buffer)
-
-
-def _encode(tokenizer: Tokenizer, pieces: Any, special: str, threads: int | None) -> np.ndarray:
+def _encode(tokenizer: Tokenizer, text: str | None, file: Path | None, special: str, threads: int | None) -> np.ndarray:
     import numpy as np
+
+    from fuselm.text.blocks import file_pieces, read_pieces
 
     options: dict[str, Any] = {
         "refuse": {},
@@ -249,22 +244,30 @@ def _encode(tokenizer: Tokenizer, pieces: Any, special: str, threads: int | None
     }
     if special not in options:
         raise ValueError(f"--special is one of {', '.join(options)}; got {special!r}.")
-    with bar("encoding", units={"ids": "ids"}) as step:
-        parts, count = [np.empty(0, np.uint32)], 0
-        for part in tokenizer.encode_blocks(pieces, threads=threads, **options[special]):
-            parts.append(part)
-            count += len(part)
-            step("ids", count, None)
-    return np.concatenate(parts)
+    if text is not None and file is not None:
+        raise ValueError("A text is given as an argument or by --file; got both. Leave one out.")
+    with bar() as step:
+        done, total = 0, file.stat().st_size if file is not None else None
+
+        def on_read(size: int) -> None:
+            nonlocal done
+            done += size
+            step("encoding", done, total)
+
+        stdin = read_pieces(sys.stdin.buffer, on_read)
+        pieces = [text] if text is not None else file_pieces(file, on_read) if file is not None else stdin
+        parts = list(tokenizer.encode_blocks(pieces, threads=threads, **options[special]))
+    return np.concatenate([np.empty(0, np.uint32), *parts])
 
 
 def _ids(words: list[str] | None) -> list[int]:
-    words = words or sys.stdin.read().replace(",", " ").split()
-    try:
-        return [int(word.strip(",")) for word in words]
-    except ValueError:
-        bad = next(word for word in words if not word.strip(",").lstrip("-").isdigit())
-        raise ValueError(f"Token ids are whole numbers; got {bad!r}.") from None
+    ids = []
+    for word in " ".join(words or [sys.stdin.read()]).replace(",", " ").split():
+        try:
+            ids.append(int(word))
+        except ValueError:
+            raise ValueError(f"Token ids are whole numbers; got {word!r}.") from None
+    return ids
 
 
 def _pieces(tokenizer: Tokenizer, text: str) -> list[dict[str, Any]]:
@@ -281,7 +284,7 @@ def _write_npy(path: Path, ids: np.ndarray, vocab_size: int) -> None:
         np.save(file, ids.astype(np.uint16) if vocab_size <= 1 << 16 else ids)
 
 
-def _read_npy(path: Path) -> np.ndarray:
+def _read_ids(path: Path, tokenizer: Tokenizer) -> np.ndarray:
     from fuselm.data.shards import open_shard
 
-    return open_shard(path).tokens
+    return open_shard(path, fingerprint=tokenizer.fingerprint).tokens

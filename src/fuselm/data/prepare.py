@@ -1,30 +1,29 @@
 """A corpus and a tokenizer into a folder that training reads: train.tokens, valid.tokens and tokenizer.json.
 
-Every document ends with <|endoftext|>. Documents are read in one thread and encoded in several; the files are the same
-bytes whatever their number. Knows neither where documents come from (corpora.py) nor how a shard is laid out
-(shards.py), and draws no progress bar.
+prepared.json beside them says which files belong together. Every document ends with <|endoftext|>, and one that
+contains it is several. Documents are read in one thread and encoded in several; the files are the same bytes whatever
+their number. Knows neither where documents come from (corpora.py) nor how a shard is laid out (shards.py), and draws no
+progress bar.
 
     prepare(open_corpus("stories"), Tokenizer.load("tokenizer.json"), Path("data/stories"))
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 
 from fuselm.data.corpora import SEPARATOR, SPLITS, Corpus, CorpusError
-from fuselm.data.shards import Shard, ShardWriter, open_shard
+from fuselm.data.shards import Shard, ShardError, ShardWriter, open_shard
+from fuselm.files import whole_folder, write_whole
 from fuselm.text.bpe import train_bpe
 from fuselm.text.tokenizer import Tokenizer
 
+TOKENIZER, MANIFEST = "tokenizer.json", "prepared.json"
+VOCAB_SIZE = 10_000  # of a tokenizer that is trained, unless somebody says otherwise
 # Split, bytes of documents read, and about how many there are (None: not known).
 Progress = Callable[[str, int, int | None], None]
-
-
-def shard_path(folder: Path, split: str) -> Path:
-    """Where a prepared folder has a split."""
-    return folder / f"{split}.tokens"
 
 
 def prepare(
@@ -35,33 +34,56 @@ def prepare(
     threads: int | None = None,
     on_progress: Progress | None = None,
 ) -> dict[str, Shard]:
-    """Tokenise both splits. Until both are complete, what the folder had before stays as it is."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with ExitStack() as files:
+    """Tokenise both splits. Until everything is complete, what the folder had before stays as it is."""
+    with whole_folder(folder, last=MANIFEST) as staging:
+        tokenizer.save(staging / TOKENIZER)  # first: a tokenizer that cannot be saved is noticed before the work
+        digests = {}
         for split in SPLITS:
-            writer = ShardWriter(
-                shard_path(folder, split),
-                vocab_size=tokenizer.vocab_size,
-                fingerprint=tokenizer.fingerprint,
-                separator=tokenizer.special_tokens.get(SEPARATOR),
-                # The name alone: the same text in another folder makes the same file.
-                source={"corpus": Path(corpus.name).name, "split": split},
-            )
-            files.enter_context(writer)
-            pieces = _pieces(_watched(corpus, split, on_progress), tokenizer, corpus.name)
-            allowed = {SEPARATOR} & set(tokenizer.special_tokens)
-            # Other special tokens in the corpus are text: nobody asked for what they mean elsewhere.
-            options = {"allowed_special": allowed, "disallowed_special": ()}
-            for ids in tokenizer.encode_blocks(pieces, threads=threads, **options):
-                writer.append(ids)
-        tokenizer.save(folder / "tokenizer.json")
+            _tokenise(corpus, split, tokenizer, staging / f"{split}.tokens", threads, on_progress)
+            digests[split] = open_shard(staging / f"{split}.tokens").header.sha256
+        write_whole(staging / MANIFEST, json.dumps({"tokenizer": tokenizer.fingerprint, **digests}, indent=1) + "\n")
     return open_prepared(folder)
 
 
+def _tokenise(
+    corpus: Corpus, split: str, tokenizer: Tokenizer, path: Path, threads: int | None, on_progress: Progress | None
+) -> None:
+    writer = ShardWriter(
+        path,
+        vocab_size=tokenizer.vocab_size,
+        fingerprint=tokenizer.fingerprint,
+        separator=tokenizer.end_of_text,
+        # The name alone: the same text in another folder makes the same file.
+        source={"corpus": Path(corpus.name).absolute().name, "split": split},
+    )
+    pieces = _pieces(_watched(corpus, split, on_progress), tokenizer, corpus.name)
+    allowed = {SEPARATOR} & set(tokenizer.special_tokens)
+    with writer:
+        # Other special tokens in the corpus are text: nobody asked for what they mean elsewhere.
+        for ids in tokenizer.encode_blocks(pieces, threads=threads, allowed_special=allowed, disallowed_special=()):
+            writer.append(ids)
+
+
 def open_prepared(folder: Path) -> dict[str, Shard]:
-    """The shards of a prepared folder, checked against its tokenizer."""
-    fingerprint = Tokenizer.load(folder / "tokenizer.json").fingerprint
-    return {split: open_shard(shard_path(folder, split), fingerprint=fingerprint) for split in SPLITS}
+    """The shards of a prepared folder, checked against its tokenizer and against one another."""
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ShardError(
+            f"A prepared folder has {TOKENIZER}, train.tokens, valid.tokens and {MANIFEST}; {folder} lacks the last. "
+            "Make one with `fuselm data prepare`."
+        ) from None
+    except ValueError as error:
+        raise ShardError(f"{folder / MANIFEST} is not JSON ({error}). Prepare the folder again.") from None
+    fingerprint = Tokenizer.load(folder / TOKENIZER).fingerprint
+    shards = {split: open_shard(folder / f"{split}.tokens", fingerprint=fingerprint) for split in SPLITS}
+    found = {"tokenizer": fingerprint, **{split: shard.header.sha256 for split, shard in shards.items()}}
+    if found != manifest:
+        raise ShardError(
+            f"The files of a prepared folder are made together; those in {folder} are not. Was a run killed while it "
+            "replaced them, or a file put there by hand? Prepare the folder again."
+        )
+    return shards
 
 
 def train_tokenizer(

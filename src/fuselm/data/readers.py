@@ -29,7 +29,9 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-SEPARATOR = "<|endoftext|>"
+from fuselm.text.tokenizer import END_OF_TEXT
+
+SEPARATOR = END_OF_TEXT
 TEXT_FIELD = "text"
 CHUNK = 1 << 20  # bytes read at once
 SNIFF = 8192  # bytes by which a file is known as text
@@ -247,6 +249,8 @@ def _text_of_record(line: bytes, where: str) -> bytes:
         record = json.loads(line.decode("utf-8", "surrogateescape"))
     except json.JSONDecodeError as error:
         raise CorpusError(f"{where}: {rule}; this one is not JSON ({error.msg} at column {error.colno}).") from error
+    except (RecursionError, ValueError) as error:  # nested too deeply, or a number of thousands of digits
+        raise CorpusError(f"{where}: {rule}; this one cannot be read ({error}).") from error
     if not isinstance(record, dict):
         raise CorpusError(f"{where}: {rule}; this one is a JSON {type(record).__name__}.")
     text = record.get(TEXT_FIELD)

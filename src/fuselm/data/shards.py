@@ -30,7 +30,7 @@ from typing import Any, BinaryIO, Self
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
-from fuselm.files import remove_partials, whole_file
+from fuselm.files import whole_file
 
 MAGIC = b"fuselm tokens\n"
 NUMPY_MAGIC = b"\x93NUMPY"
@@ -93,8 +93,6 @@ class ShardWriter:
         self._starts = array("Q")  # compact: a list of arrays would cost a hundred bytes for each document
         self._position = 0
         self._digest = hashlib.sha256()
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        remove_partials(self.path)
         self._file = self._stack.enter_context(whole_file(self.path))
         # On the stack above the file: when finishing fails (a full disk), the file hears of it and leaves nothing.
         self._stack.push(self._finish)

@@ -27,6 +27,8 @@ def utf8(text: str | bytes) -> bytes:
     """UTF-8 of a text. A lone surrogate, which UTF-8 does not have, becomes U+FFFD."""
     if isinstance(text, bytes):
         return text
+    if not isinstance(text, str):
+        raise TypeError(f"A text is a str (or bytes of UTF-8); got {type(text).__name__}.")
     try:
         return text.encode()
     except UnicodeEncodeError:

@@ -88,6 +88,8 @@ def train_bpe(
     Ids 0 to 255 are the bytes, then come the merges, then the special tokens, `vocab_size` in all. A text too small for
     that many gives fewer, with a warning; an empty one is refused.
     """
+    if isinstance(source, bytes):
+        raise TypeError("A tokenizer is trained on a file or on documents; got bytes. Put them into a list.")
     specials = check_special_tokens(special_tokens)
     wanted = vocab_size - 256 - len(specials)
     if wanted < 0:

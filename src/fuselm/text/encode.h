@@ -12,6 +12,7 @@
 #include <cstring>
 #include <functional>
 #include <new>
+#include <stdexcept>
 #include <vector>
 
 #include "specials.h"
@@ -68,6 +69,8 @@ struct Encoder {
   MergeTable merges;
   std::vector<Merge> byte_merges;  // of two bytes, by the bytes: a word's first look at its pairs needs no hashing
 };
+
+static_assert(std::endian::native == std::endian::little, "keys of words are read as they lie in memory");
 
 // A word of up to 15 bytes, its length in the last byte: two words are equal exactly when their keys are.
 struct Key {
@@ -265,6 +268,7 @@ class Scratch {
   // Many symbols: a list that shrinks, and a heap of the merges that were possible when they were seen, by rank and
   // then by place. What has changed since is noticed when it comes up. n log n, whatever the text.
   int64_t merge_long(const byte* p, int64_t length, id_t* out) {
+    if (length >= kNone) throw std::length_error("a word of 4 GiB");
     symbols_.resize(length);
     heap_.clear();
     for (int64_t i = 0; i < length; ++i)
@@ -281,7 +285,10 @@ class Scratch {
     }
     int64_t count = 0;
     for (uint32_t i = 0; i != kNone; i = symbols_[i].next) out[count++] = symbols_[i].id;
-    if (length > kKeptSymbols) symbols_ = {}, heap_ = {};  // one huge word must not cost memory for ever
+    if (length > kKeptSymbols) {  // one huge word must not cost memory for ever
+      std::vector<Symbol>().swap(symbols_);
+      std::vector<uint64_t>().swap(heap_);
+    }
     return count;
   }
 

@@ -39,14 +39,19 @@ MAX_FILE_BYTES = 1 << 28  # several times what the largest published vocabularie
 
 def save(tokenizer: Tokenizer, path: str | Path) -> Path:
     """Write a tokenizer.json: to a file of that ending, or into a folder under that name. Returns the file's path."""
+    path = json_path(path)
+    document = huggingface.to_document(check(tokenizer))
+    write_whole(path, json.dumps(document, ensure_ascii=False, indent=2) + "\n")
+    return path
+
+
+def json_path(path: str | Path) -> Path:
+    """The file that `save` writes for a path."""
     path = Path(path)
     if path.is_dir() or not path.suffix:
-        path = path / NAME
-    elif path.suffix != ".json":
+        return path / NAME
+    if path.suffix != ".json":
         raise ValueError(f"A tokenizer is saved to a file ending in .json or into a folder; got {path}. Rename it.")
-    document = huggingface.to_document(check(tokenizer))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, json.dumps(document, ensure_ascii=False, indent=2) + "\n")
     return path
 
 

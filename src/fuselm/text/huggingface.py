@@ -15,9 +15,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from fuselm.text.blocks import utf8
-from fuselm.text.tokenizer import Tokenizer
-
-MAX_IDS = 1 << 22  # tables have a row for each id up to the highest, so one wild id in a file must not fill the memory
+from fuselm.text.tokenizer import MAX_IDS, Tokenizer
 
 # GPT-2's alphabet: a visible character for each byte. Visible ones of Latin-1 stand for themselves, the others, in
 # their order, are the characters from U+0100 on.
@@ -287,8 +285,6 @@ def _type(part: object) -> object:
 def check(tokenizer: Tokenizer) -> Tokenizer:
     """Refuse a tokenizer whose ids depend on more than files can say: nothing ambiguous is read or written."""
     specials = set(tokenizer.special_tokens.values())
-    if tokenizer.vocab_size > MAX_IDS or len(specials) < len(tokenizer.special_tokens):
-        raise ValueError(f"Ids are below {MAX_IDS}, and no two special tokens have the same. Number them anew.")
     seen: set[tuple[bytes, bytes]] = set()
     for left, right in tokenizer.merges:
         if (left, right) in seen:  # we would take the first, others take the last

@@ -19,6 +19,7 @@ import weakref
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 
@@ -59,7 +60,12 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
 @functools.cache
 def library() -> ctypes.CDLL:
     """The loaded library; a BuildError says why there is none."""
-    loaded = ctypes.CDLL(str(build()))
+    path = build()
+    try:
+        loaded = ctypes.CDLL(str(path))
+    except OSError:  # damaged, or of another system: make it anew, and this time say what is wrong
+        path.unlink(missing_ok=True)
+        loaded = ctypes.CDLL(str(build()))
     for name, (result, arguments) in _SIGNATURES.items():
         function = getattr(loaded, f"fuselm_{name}")
         function.restype, function.argtypes = result, arguments
@@ -71,18 +77,26 @@ def build() -> Path:
     host = compiler.find_host_compiler()
     if host is None:
         raise compiler.BuildError("The tokenizer is compiled by g++; it is not on PATH. Install g++ 11 or newer.")
-    sources = sorted(path for path in SOURCE_DIR.iterdir() if path.suffix in (".cpp", ".h"))
-    texts = [(path.name, path.read_text(encoding="utf-8")) for path in sources]
-    key = json.dumps([texts, FLAGS, compiler.version_text(host), platform.machine()])
     root = cache_dir() / "text"
-    path = root / f"bpe-{hashlib.sha256(key.encode()).hexdigest()[:20]}.so"
+    path = root / _key(host)
     if path.exists():
         return path
     with compiler.build_lock(root):
         if not path.exists():  # another process may have built it while this one waited for the lock
             command = (str(host), *FLAGS, str(SOURCE_DIR / "bpe.cpp"))
             compiler.run(command, output=path, log=root / f"{path.stem}.log", title="bpe.cpp")
+            if _key(host) != path.name:  # it would be kept under the name of what the sources were before
+                path.unlink()
+                raise compiler.BuildError("A source of the tokenizer was edited while it was compiled. Try again.")
     return path
+
+
+def _key(host: Path) -> str:
+    """The library's file name: a hash of all that goes into it."""
+    sources = sorted(path for path in SOURCE_DIR.iterdir() if path.suffix in (".cpp", ".h"))
+    texts = [(path.name, path.read_text(encoding="utf-8")) for path in sources]
+    key = json.dumps([texts, FLAGS, compiler.version_text(host), platform.machine()])
+    return f"bpe-{hashlib.sha256(key.encode()).hexdigest()[:20]}.so"
 
 
 class _Handle:
@@ -94,10 +108,13 @@ class _Handle:
             raise MemoryError(f"no memory for a {kind} of the tokenizer")
         weakref.finalize(self, getattr(library(), f"fuselm_{kind}_free"), self.pointer)
 
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("A C++ object cannot be copied or sent elsewhere; send the Tokenizer, which builds its own.")
+
 
 def _done(result: int) -> int:
     if result < 0:
-        raise MemoryError("no memory left in the tokenizer")
+        raise MemoryError("The tokenizer has no memory left, or met a single word of 4 GiB.")
     return result
 
 
@@ -117,13 +134,14 @@ class _Cutter:
     """Knows the special tokens, and so where a text may be cut."""
 
     def __init__(self, specials: Sequence[bytes]) -> None:
+        self._table = class_table()  # the C++ side keeps its address
         ends = np.cumsum([len(text) for text in specials], dtype=np.int64)
         self._specials = _Handle("specials", b"".join(specials), ends.ctypes.data, len(specials))
 
     def find_cut(self, data: bytes, start: int, searched: int, end: int) -> int:
         """The last place in data[searched:end] where data[start:end] can be cut without changing its words, or 0."""
         arguments = (_address(data) + start, searched - start, end - start)
-        found = library().fuselm_find_cut(class_table(), self._specials.pointer, *arguments)
+        found = library().fuselm_find_cut(self._table, self._specials.pointer, *arguments)
         return start + found if found else 0
 
 
@@ -142,7 +160,7 @@ class NativeTrainer(_Cutter):
         except IndexError:
             counter = _Handle("counter")
         places = np.asarray(ends, np.int64)
-        arguments = (class_table(), self._specials.pointer, data, places.ctypes.data, len(places))
+        arguments = (self._table, self._specials.pointer, data, places.ctypes.data, len(places))
         _done(library().fuselm_counter_count(counter.pointer, *arguments))
         self._free.append(counter)
 
@@ -200,7 +218,7 @@ class NativeEncoder(_Cutter):
         merges = np.ascontiguousarray(merges, np.uint32)
         ids = [np.asarray(array, np.uint32) for array in (special_ids, byte_ids)]
         tables = (ids[0].ctypes.data, ids[1].ctypes.data, merges.ctypes.data, len(merges))
-        self._encoder = _Handle("encoder", class_table(), self._specials.pointer, *tables)
+        self._encoder = _Handle("encoder", self._table, self._specials.pointer, *tables)
         self._encode = library().fuselm_encode
         self._free: list[_Scratch] = []
 

@@ -14,10 +14,11 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+from array import array
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -28,6 +29,7 @@ from fuselm.text.characters import CharacterEncoder
 END_OF_TEXT = "<|endoftext|>"
 UNKNOWN = "\ufffd".encode()  # what an id that is none decodes to
 NO_ID = (1 << 32) - 1
+MAX_IDS = 1 << 22  # tables have a row for each id up to the highest: one wild id must not fill the memory
 
 Names = Literal["all"] | Collection[str]
 
@@ -92,8 +94,9 @@ class Tokenizer:
         merges: list[tuple[bytes, bytes]],
         special_tokens: Iterable[str] | Mapping[str, int],
     ) -> None:
-        if bad := [token for token in vocab if not 0 <= token < 1 << 31]:
-            raise ValueError(f"Token ids are from 0 to 2^31 - 1; got {bad[0]}.")
+        vocab = {int(token): bytes(text) for token, text in vocab.items()}
+        if bad := [token for token in vocab if not 0 <= token < MAX_IDS]:
+            raise ValueError(f"Token ids are from 0 to {MAX_IDS - 1}; got {bad[0]}. Number the tokens anew.")
         self.special_tokens = _number_specials(vocab, special_tokens)
         # In the order of ids, specials included: what decoding and files need.
         whole = vocab | {token: utf8(text) for text, token in self.special_tokens.items()}
@@ -125,7 +128,7 @@ class Tokenizer:
 
     def encode_bytes(self, data: bytes, *, threads: int = 1) -> list[int]:
         """The ids of any bytes, UTF-8 or not; special tokens are bytes like any other."""
-        return self._encode_list(bytes(data), None, threads)
+        return self._encode_list(bytes(memoryview(data)), None, threads)
 
     def encode_array(
         self, text: str | bytes, *, allowed_special: Names = (), disallowed_special: Names = "all", threads: int = 1
@@ -168,11 +171,11 @@ class Tokenizer:
     ) -> Iterator[int]:
         """The ids of a text that comes in pieces (the lines of an open file, say), one by one, in constant memory.
 
-        They are the ids of the whole text, wherever it is cut into pieces. Only a word that has no end is held whole.
+        They are the ids of the whole text, wherever it is cut into pieces (but not within a surrogate pair). Only a
+        word that has no end is held whole.
         """
         options = {"allowed_special": allowed_special, "disallowed_special": disallowed_special}
-        for ids in self.encode_blocks(pieces, threads=1, **options):
-            yield from ids.tolist()
+        return chain.from_iterable(ids.tolist() for ids in self.encode_blocks(pieces, threads=1, **options))
 
     def encode_blocks(
         self,
@@ -183,14 +186,18 @@ class Tokenizer:
         threads: int | None = None,
     ) -> Iterator[np.ndarray]:
         """The same in arrays of ids, encoded in several threads: what files of any size are tokenised with."""
+        if isinstance(pieces, str | bytes):
+            raise TypeError(
+                "A text comes in pieces here, such as the lines of a file; got one text. Put it into a list."
+            )
         allowed, refused = self._masks(allowed_special, disallowed_special)
+        count = thread_count(threads)
 
         def encode(block: bytes) -> np.ndarray:
             self._refuse(block, refused)
             return self._encoder.encode(block, allowed)
 
-        whole = blocks(map(utf8, pieces), self._encoder.find_cut)
-        yield from in_order(encode, whole, thread_count(threads))
+        return in_order(encode, blocks(map(utf8, pieces), self._encoder.find_cut), count)
 
     def _parts(self, data: bytes, allowed: bytes | None, threads: int) -> Iterator[np.ndarray]:
         """The ids of a text in memory, block by block."""
@@ -262,19 +269,19 @@ class Tokenizer:
     # --- decoding ----------------------------------------------------------------------------------------------------
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of ids. Never raises: bytes that are no UTF-8, and ids that are none, become U+FFFD."""
+        """The text of whole numbers. Never raises: bytes that are no UTF-8, and ids that are none, become U+FFFD."""
         return str(self._bytes(_as_uint32(ids)), "utf-8", "replace")
 
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
         """The bytes of ids, exactly; an id that is none is refused."""
-        ids = ids if isinstance(ids, np.ndarray) else list(ids)
-        array = _as_uint32(ids)
-        if len(bad := np.flatnonzero(self._holes[np.minimum(array, self.vocab_size)])):
+        ids = ids.reshape(-1) if isinstance(ids, np.ndarray) else list(ids)
+        known = _as_uint32(ids)
+        if len(bad := np.flatnonzero(self._holes[np.minimum(known, self.vocab_size)])):
             raise ValueError(
                 f"A token id is one of the {len(self.vocab)} in the vocabulary, below {self.vocab_size}; "
                 f"got {ids[bad[0]]} at place {bad[0]}. `decode` would put U+FFFD there."
             )
-        return bytes(self._bytes(array))
+        return bytes(self._bytes(known))
 
     def decode_batch(self, batch: Iterable[Iterable[int]]) -> list[str]:
         """The text of each list of ids."""
@@ -328,6 +335,10 @@ class Tokenizer:
 
         return formats.load(Path(path))
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """For copies and for other processes, which build their own C++ side; files are formats.py's."""
+        return _rebuild, (self.kind, self.vocab, self.merges, self.special_tokens, self.unknown)
+
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Tokenizer) and self.fingerprint == other.fingerprint
 
@@ -336,6 +347,14 @@ class Tokenizer:
 
     def __repr__(self) -> str:
         return f"Tokenizer({self.kind}, {self.vocab_size} ids, {len(self.special_tokens)} special)"
+
+
+def _rebuild(
+    kind: str, vocab: dict[int, bytes], merges: list[tuple[bytes, bytes]], specials: dict[str, int], unknown: str | None
+) -> Tokenizer:
+    if kind == "bpe":
+        return Tokenizer(vocab, merges, specials)
+    return Tokenizer._of_characters(vocab, specials, unknown)
 
 
 def _merge_ids(ordinary: Mapping[bytes, int], left: bytes, right: bytes) -> tuple[int, int, int]:
@@ -357,8 +376,8 @@ def _number_specials(vocab: Mapping[int, bytes], special_tokens: Iterable[str] |
         taken = dict(vocab)
         for name, token in numbered.items():
             wrong = f"The special token {name!r} cannot have the id {token}"
-            if not 0 <= token < 1 << 31:
-                raise ValueError(f"{wrong}: ids are from 0 to 2^31 - 1.")
+            if not 0 <= token < MAX_IDS:
+                raise ValueError(f"{wrong}: ids are from 0 to {MAX_IDS - 1}.")
             if taken.setdefault(token, utf8(name)) != utf8(name):
                 raise ValueError(f"{wrong}: it is {taken[token]!r}.")
         return numbered
@@ -372,13 +391,14 @@ def _as_uint32(ids: Iterable[int]) -> np.ndarray:
     """Ids as an array; what has no place in 32 bits is 2^32 - 1, which is no id either."""
     if not isinstance(ids, np.ndarray):
         ids = ids if isinstance(ids, list) else list(ids)
+        # The standard library's array takes half the time of np.fromiter, and never wraps a number round.
         try:
-            return np.fromiter(ids, np.uint32, len(ids))
+            return np.asarray(array("I", ids))
         except OverflowError:
-            return np.fromiter((token if 0 <= token < 1 << 32 else NO_ID for token in ids), np.uint32, len(ids))
-    if ids.dtype.kind not in "iu":
+            return np.asarray(array("I", [token if 0 <= token < 1 << 32 else NO_ID for token in ids]))
+    if ids.dtype.kind not in "iu" and ids.size:
         raise TypeError(f"Token ids are whole numbers; got an array of {ids.dtype}.")
-    if ids.dtype.itemsize > 4 or ids.dtype.kind == "i":
+    if ids.dtype.itemsize > 4 or ids.dtype.kind != "u":
         ids = np.where((ids >= 0) & (ids < NO_ID), ids, NO_ID)
     return np.ascontiguousarray(ids.reshape(-1), np.uint32)
 

@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <cstring>
 #include <functional>
+#include <stdexcept>
 #include <string>
 #include <string_view>
 #include <unordered_map>
@@ -132,6 +133,7 @@ class Trainer {
   };
 
   void add_word(const byte* p, int64_t length, int64_t count) {
+    if (length >= kNone || words_.size() >= kNone) throw std::length_error("a word, or words, past 4 billion");
     const uint32_t word = uint32_t(words_.size());
     words_.push_back({symbols_.size(), uint32_t(length), count});
     symbols_.insert(symbols_.end(), p, p + length);
