@@ -187,9 +187,7 @@ class Tokenizer:
     ) -> Iterator[np.ndarray]:
         """The same in arrays of ids, encoded in several threads: what files of any size are tokenised with."""
         if isinstance(pieces, str | bytes):
-            raise TypeError(
-                "A text comes in pieces here, such as the lines of a file; got one text. Put it into a list."
-            )
+            raise TypeError("A text comes in pieces here, as the lines of a file do; got one text. Put it into a list.")
         allowed, refused = self._masks(allowed_special, disallowed_special)
         count = thread_count(threads)
 
