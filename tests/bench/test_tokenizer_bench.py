@@ -84,7 +84,7 @@ def test_rows_state_sizes_threads_and_memory(whole_run: tuple[dict[str, Any], Pa
     whole = pytest.approx(corpus.stat().st_size / 1e6, rel=1e-4)
     assert rows["encode", "fuselm"]["megabytes"] == whole
     assert {task: rows[task, "fuselm"]["threads"] for task in TASKS} == {
-        **dict.fromkeys(TASKS, 1), "train": 2, "encode_threads": 2, "encode_batch": 2
+        **dict.fromkeys(TASKS, 1), "train": 2, "encode_threads": 2, "encode_bytes_threads": 2, "encode_batch": 2
     }  # fmt: skip
     assert rows["train", "fuselm"]["tokens"] == 400
     assert rows["encode_iterable", "fuselm"]["repeats"] == 1
@@ -105,6 +105,9 @@ def test_speedups_are_the_ratios_of_the_rows(whole_run: tuple[dict[str, Any], Pa
     }
     expected["threads_speedup"] = pytest.approx(
         speed["encode_threads", "fuselm"] / speed["encode_array", "fuselm"], rel=1e-3
+    )
+    expected["bytes_threads_speedup"] = pytest.approx(
+        speed["encode_bytes_threads", "fuselm"] / speed["encode_bytes", "fuselm"], rel=1e-3
     )
     assert {key: value for key, value in document.items() if key.endswith("_speedup")} == expected
 

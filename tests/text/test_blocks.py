@@ -129,7 +129,7 @@ def test_no_cut_goes_through_a_special_be_it_whole_or_still_coming(kind: str) ->
             assert cut not in special
 
 
-# --- blocks and ranges -----------------------------------------------------------------------------------------------
+# --- blocks ----------------------------------------------------------------------------------------------------------
 
 
 def cut_behind_lines(data: bytes, start: int, searched: int, end: int) -> int:
@@ -144,16 +144,12 @@ def cut_behind_lines(data: bytes, start: int, searched: int, end: int) -> int:
     size=st.sampled_from([1, 4, 20, 400]),
 )
 @same_every_run(150)
-def test_blocks_and_ranges_are_the_text_cut_where_it_may_be(set_block_size, data, places, size) -> None:
+def test_blocks_are_the_text_cut_where_it_may_be(set_block_size, data, places, size) -> None:
     set_block_size(size)
     made = list(blocks.blocks(iter(cut_at(data, places)), cut_behind_lines))
     assert b"".join(made) == data
     assert all(block.endswith(b"\n") for block in made[:-1])
     assert all(made)
-    spans = list(blocks.ranges(data, cut_behind_lines))
-    assert [data[start:stop] for start, stop in spans if stop > start] == [data[start:stop] for start, stop in spans]
-    assert b"".join(data[start:stop] for start, stop in spans) == data
-    assert all(data[stop - 1 : stop] == b"\n" for _, stop in spans[:-1])
 
 
 def test_blocks_are_about_as_long_as_they_should_be(set_block_size) -> None:
@@ -161,7 +157,16 @@ def test_blocks_are_about_as_long_as_they_should_be(set_block_size) -> None:
     data = b"123456789\n" * 100
     made = list(blocks.blocks([data[i : i + 7] for i in range(0, 1000, 7)], cut_behind_lines))
     assert {len(block) for block in made[:-1]} <= {80, 90, 100}
-    assert {stop - start for start, stop in blocks.ranges(data, cut_behind_lines)} <= {90, 100}
+
+
+@given(text=st.text(st.sampled_from("aé中😀\ud83d\ude00"), max_size=40), size=st.sampled_from([1, 3, 8]))
+@same_every_run(150)
+def test_slices_add_up_and_keep_surrogate_pairs_together(set_block_size, text: str, size: int) -> None:
+    set_block_size(size)
+    made = list(blocks.slices(text))
+    assert "".join(made) == text
+    assert b"".join(map(blocks.utf8, made)) == blocks.utf8(text)
+    assert all(len(part) == size or part[-2] in "\ud83d" for part in made[:-1])
 
 
 def test_long_piece_is_cut_into_blocks_too(set_block_size) -> None:
@@ -170,8 +175,7 @@ def test_long_piece_is_cut_into_blocks_too(set_block_size) -> None:
     assert max(map(len, made)) <= 200
 
 
-@pytest.mark.parametrize("way", ["blocks", "ranges"])
-def test_text_without_a_cut_is_searched_once_and_not_again_and_again(set_block_size, way: str) -> None:
+def test_text_without_a_cut_is_searched_once_and_not_again_and_again(set_block_size) -> None:
     set_block_size(10)
     data = b"a" * 100_000
     searches: list[tuple[int, int]] = []
@@ -180,10 +184,7 @@ def test_text_without_a_cut_is_searched_once_and_not_again_and_again(set_block_s
         searches.append((searched, end))
         return 0
 
-    if way == "blocks":
-        assert list(blocks.blocks([data[i : i + 10] for i in range(0, len(data), 10)], find_cut)) == [data]
-    else:
-        assert list(blocks.ranges(data, find_cut)) == [(0, len(data))]
+    assert list(blocks.blocks([data[i : i + 10] for i in range(0, len(data), 10)], find_cut)) == [data]
     assert len(searches) < 40  # twice as far each time
     assert all(before[1] == after[0] for before, after in itertools.pairwise(searches))
 
@@ -217,8 +218,8 @@ def test_results_come_in_the_order_of_the_items(threads: int) -> None:
 
     def work(item: int) -> int:
         if item == 0 and threads > 1:
-            assert late.wait(timeout=30)  # the first is done after the second
-        if item == 1:
+            assert late.wait(timeout=30)  # the first is done after another
+        if item > 0:
             late.set()
         return item * item
 

@@ -202,17 +202,25 @@ def _train(bench: Bench, task: str, names: Sequence[str]) -> None:
 
 
 def _encode(bench: Bench, task: str, names: Sequence[str]) -> None:
-    works = _works(bench, names, lambda text: (text, bench.tokenizer.encode_array(text, disallowed_special=())))
-    calls: dict[str, tuple[int, Callable[[Coder, str], Any]]] = {
+
+    def prepared(text: str) -> tuple[str | bytes, np.ndarray]:
+        expected = bench.tokenizer.encode_array(text, disallowed_special=())
+        return text.encode() if task.startswith("encode_bytes") else text, expected
+
+    works = _works(bench, names, prepared)
+    calls: dict[str, tuple[int, Callable[[Coder, Any], Any]]] = {
         "encode": (1, lambda coder, text: coder.encode(text)),
         "encode_array": (1, lambda coder, text: _arrays(coder)(text, 1)),
         "encode_threads": (bench.plan.threads, lambda coder, text: _arrays(coder)(text, bench.plan.threads)),
+        # UTF-8 as files have it: making it of a str holds the interpreter's lock, so threads wait for one another.
+        "encode_bytes": (1, lambda coder, data: _arrays(coder)(data, 1)),
+        "encode_bytes_threads": (bench.plan.threads, lambda coder, data: _arrays(coder)(data, bench.plan.threads)),
     }
     threads, call = calls[task]
     _compared(bench, task, threads, works, call)
 
 
-def _arrays(coder: Coder) -> Callable[[str, int], np.ndarray]:
+def _arrays(coder: Coder) -> Callable[[Any, int], np.ndarray]:
     assert coder.encode_array, "TASKS names libraries that encode to arrays"
     return coder.encode_array
 
@@ -275,6 +283,8 @@ _MEASURES: dict[str, Callable[[Bench, str, Sequence[str]], None]] = {
     "encode": _encode,
     "encode_array": _encode,
     "encode_threads": _encode,
+    "encode_bytes": _encode,
+    "encode_bytes_threads": _encode,
     "encode_batch": _encode_batch,
     "decode": _decode,
     "encode_iterable": _encode_iterable,

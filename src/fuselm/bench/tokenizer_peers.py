@@ -37,7 +37,7 @@ class Coder:
     """
 
     encode: Callable[[str], list[int]]
-    encode_array: Callable[[str, int], np.ndarray] | None
+    encode_array: Callable[[Any, int], np.ndarray] | None
     encode_batch: Callable[[list[str], int], Sequence[Sequence[int]]]
     decode: Callable[[list[int]], str]
 

@@ -24,6 +24,8 @@ TASKS = {
     "encode": ("fuselm", "tiktoken", "tokenizers"),
     "encode_array": ("fuselm", "tiktoken"),
     "encode_threads": ("fuselm",),
+    "encode_bytes": ("fuselm",),
+    "encode_bytes_threads": ("fuselm",),
     "encode_batch": ("fuselm", "tiktoken", "tokenizers"),
     "decode": ("fuselm", "tiktoken", "tokenizers"),
     "encode_iterable": ("fuselm",),
@@ -102,6 +104,7 @@ def summary(rows: Sequence[Row]) -> dict[str, float]:
         for other in others:
             ratio(f"{task}_{other}_speedup", (task, ours), (task, other))
     ratio("threads_speedup", ("encode_threads", "fuselm"), ("encode_array", "fuselm"))
+    ratio("bytes_threads_speedup", ("encode_bytes_threads", "fuselm"), ("encode_bytes", "fuselm"))
     for (task, impl), row in found.items():
         prefix = task if impl == "fuselm" else f"{task}_{impl}"
         if row["peak_rss_mb"] is not None:

@@ -25,7 +25,8 @@ SIZES = {"file": (100, 1000), "stories": (10, 20), "quick": (2, 2)}
 
 HELP = """Time the tokenizer against tiktoken and Hugging Face tokenizers.
 
-Training with all threads, and its peak memory; encoding into a list, into an array, and in several threads; decoding;
+Training with all threads, and its peak memory; encoding into a list, into an array, and, of a str and of bytes, in
+several threads; decoding;
 the memory that a long text takes when it is encoded as it comes; and what a call with 40 characters costs. All in one
 run, with the same text, vocabulary and threads, in turns, and every library must give the same ids. tokenizers, which
 is slow, encodes and decodes a tenth of the text. A library that is not installed is left out.

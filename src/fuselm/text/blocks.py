@@ -35,6 +35,22 @@ def utf8(text: str | bytes) -> bytes:
         return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace").encode()
 
 
+def is_short(text: str | bytes) -> bool:
+    """Whether a text is worth no cutting; refuses what is no text."""
+    return len(text if isinstance(text, str | bytes) else utf8(text)) <= BLOCK_BYTES
+
+
+def slices(text: str | bytes) -> Iterator[str | bytes]:
+    """A long text in pieces: while one is encoded, the next is turned into UTF-8. Surrogate pairs stay together."""
+    start = 0
+    while start < len(text):
+        end = start + BLOCK_BYTES
+        while isinstance(text, str) and "\ud800" <= text[end - 1 : end] <= "\udbff":
+            end += 1
+        yield text[start:end]
+        start = end
+
+
 def file_pieces(path: str | Path, on_read: Callable[[int], None] | None = None) -> Iterator[bytes]:
     """The bytes of a file, piece by piece; `on_read` hears how many there were in each."""
     with Path(path).open("rb") as file:
@@ -70,15 +86,6 @@ def blocks(pieces: Iterable[bytes], find_cut: FindCut) -> Iterator[bytes]:
         yield b"".join(held)
 
 
-def ranges(data: bytes, find_cut: FindCut) -> Iterator[tuple[int, int]]:
-    """Start and end of blocks of a text that is in memory already."""
-    start = 0
-    while start < len(data):
-        cut, _ = _next_cut(data, start, start, find_cut)
-        yield start, cut or len(data)
-        start = cut or len(data)
-
-
 def _next_cut(data: bytes, start: int, searched: int, find_cut: FindCut) -> tuple[int, int]:
     """The end of the block at `start`, 0 when there is none yet, and up to where there is no use in looking again.
 
@@ -94,21 +101,41 @@ def _next_cut(data: bytes, start: int, searched: int, find_cut: FindCut) -> tupl
 
 
 def in_order(function: Callable[[T], R], items: Iterable[T], threads: int) -> Iterator[R]:
-    """function(item) for each item, in the order of the items, in several threads; few items wait at any time."""
+    """function(item) for each item, in the order of the items, in several threads; few items wait at any time.
+
+    The calling thread is one of them: whenever the others have enough to do, it takes an item itself. One thread more
+    than there are cores would make every other wait for the interpreter's lock while its holder waits for a core.
+    """
     if threads <= 1:
         yield from map(function, items)
         return
-    waiting: deque[Future[R]] = deque()
-    with ThreadPoolExecutor(threads) as pool:
+    jobs: deque[tuple[T, Future[R]]] = deque()
+
+    def work_here(item: T) -> Future[R]:
+        done: Future[R] = Future()
+        done.set_result(function(item))
+        return done
+
+    def first_result() -> R:
+        """Wait for the first job, and work on those meanwhile that no thread has begun."""
+        while not jobs[0][1].done():
+            mine = next((i for i, (_, future) in enumerate(jobs) if future.cancel()), None)
+            if mine is None:
+                break
+            jobs[mine] = (jobs[mine][0], work_here(jobs[mine][0]))
+        return jobs.popleft()[1].result()
+
+    with ThreadPoolExecutor(threads - 1) as pool:
         try:
             for item in items:
-                waiting.append(pool.submit(function, item))
-                if len(waiting) > 2 * threads:
-                    yield waiting.popleft().result()
-            while waiting:
-                yield waiting.popleft().result()
+                idle = sum(not (future.running() or future.done()) for _, future in jobs) < threads
+                jobs.append((item, pool.submit(function, item) if idle else work_here(item)))
+                while jobs and (jobs[0][1].done() or len(jobs) > 4 * threads):
+                    yield first_result()
+            while jobs:
+                yield first_result()
         finally:  # an error or Ctrl-C: do not work off what waits
-            for future in waiting:
+            for _, future in jobs:
                 future.cancel()
 
 

@@ -23,7 +23,7 @@ from typing import Any, Literal
 import numpy as np
 
 from fuselm.text import bpe
-from fuselm.text.blocks import BLOCK_BYTES, blocks, in_order, ranges, thread_count, utf8
+from fuselm.text.blocks import BLOCK_BYTES, blocks, in_order, is_short, slices, thread_count, utf8
 from fuselm.text.characters import CharacterEncoder
 
 END_OF_TEXT = "<|endoftext|>"
@@ -32,6 +32,7 @@ NO_ID = (1 << 32) - 1
 MAX_IDS = 1 << 22  # tables have a row for each id up to the highest: one wild id must not fill the memory
 
 Names = Literal["all"] | Collection[str]
+Masks = tuple[bytes | None, bytes | None]  # a byte for each special: is it allowed, is it refused; None: none is
 
 
 class Tokenizer:
@@ -120,26 +121,28 @@ class Tokenizer:
         self, text: str, *, allowed_special: Names = (), disallowed_special: Names = "all", threads: int = 1
     ) -> list[int]:
         """The ids of a text."""
-        return self._encode_list(*self._checked(text, allowed_special, disallowed_special), threads)
+        return self._encode_list(text, self._masks(allowed_special, disallowed_special), threads)
 
     def encode_ordinary(self, text: str, *, threads: int = 1) -> list[int]:
         """The ids of a text in which special tokens are text like any other."""
-        return self._encode_list(utf8(text), None, threads)
+        return self._encode_list(text, (None, None), threads)
 
     def encode_bytes(self, data: bytes, *, threads: int = 1) -> list[int]:
         """The ids of any bytes, UTF-8 or not; special tokens are bytes like any other."""
-        return self._encode_list(bytes(memoryview(data)), None, threads)
+        return self._encode_list(bytes(memoryview(data)), (None, None), threads)
 
     def encode_array(
         self, text: str | bytes, *, allowed_special: Names = (), disallowed_special: Names = "all", threads: int = 1
     ) -> np.ndarray:
         """The ids of a text as uint32: no Python object for each, so the fastest way to encode much."""
-        data, allowed = self._checked(text, allowed_special, disallowed_special)
-        if len(data) <= BLOCK_BYTES and threads == 1:
-            return self._encoder.encode(data, allowed)
-        # Room for the worst case costs nothing until it is touched; every page that is touched costs, so touch it once.
-        ids, count = np.empty(len(data), np.uint32), 0
-        for part in self._parts(data, allowed, threads):
+        masks = self._masks(allowed_special, disallowed_special)
+        if is_short(text) and threads == 1:
+            return self._encode_block(utf8(text), masks)
+        # Every page of memory that is touched costs: grow one array rather than join many. English fits at once.
+        ids, count = np.empty(len(text) // 3 + BLOCK_BYTES, np.uint32), 0
+        for part in self._stream(slices(text), masks, threads):
+            if count + len(part) > len(ids):
+                ids.resize(2 * len(ids) + len(part), refcheck=False)
             ids[count : count + len(part)] = part
             count += len(part)
         ids.resize(count, refcheck=False)
@@ -154,16 +157,17 @@ class Tokenizer:
         threads: int | None = None,
     ) -> list[list[int]]:
         """The ids of each text, encoded in several threads."""
-        checked = [self._checked(text, allowed_special, disallowed_special) for text in texts]
-        allowed = checked[0][1] if checked else None
+        allowed, refused = self._masks(allowed_special, disallowed_special)
 
         def encode(group: list[bytes]) -> list[list[int]]:
+            for data in group:
+                self._refuse(data, refused)
             ends = np.cumsum([len(data) for data in group], dtype=np.int64)
             ids, counts = self._encoder.encode_batch(b"".join(group), ends, allowed)
             whole, stops = self._as_list(ids), np.cumsum(counts).tolist()
             return [whole[a:b] for a, b in zip([0, *stops], stops, strict=False)]
 
-        groups = _groups(data for data, _ in checked)
+        groups = _groups(map(utf8, texts))
         return list(chain.from_iterable(in_order(encode, groups, thread_count(threads))))
 
     def encode_iterable(
@@ -188,25 +192,22 @@ class Tokenizer:
         """The same in arrays of ids, encoded in several threads: what files of any size are tokenised with."""
         if isinstance(pieces, str | bytes):
             raise TypeError("A text comes in pieces here, as the lines of a file do; got one text. Put it into a list.")
-        allowed, refused = self._masks(allowed_special, disallowed_special)
-        count = thread_count(threads)
+        return self._stream(pieces, self._masks(allowed_special, disallowed_special), threads)
 
-        def encode(block: bytes) -> np.ndarray:
-            self._refuse(block, refused)
-            return self._encoder.encode(block, allowed)
+    def _stream(self, pieces: Iterable[str | bytes], masks: Masks, threads: int | None) -> Iterator[np.ndarray]:
+        whole = blocks(map(utf8, pieces), self._encoder.find_cut)
+        return in_order(lambda block: self._encode_block(block, masks), whole, thread_count(threads))
 
-        return in_order(encode, blocks(map(utf8, pieces), self._encoder.find_cut), count)
+    def _encode_block(self, block: bytes, masks: Masks) -> np.ndarray:
+        allowed, refused = masks
+        self._refuse(block, refused)
+        return self._encoder.encode(block, allowed)
 
-    def _parts(self, data: bytes, allowed: bytes | None, threads: int) -> Iterator[np.ndarray]:
-        """The ids of a text in memory, block by block."""
-        places = ranges(data, self._encoder.find_cut)
-        return in_order(lambda place: self._encoder.encode(data, allowed, *place), places, thread_count(threads))
-
-    def _encode_list(self, data: bytes, allowed: bytes | None, threads: int) -> list[int]:
-        if len(data) <= BLOCK_BYTES and threads == 1:
-            return self._as_list(self._encoder.encode(data, allowed))
+    def _encode_list(self, text: str | bytes, masks: Masks, threads: int) -> list[int]:
+        if is_short(text) and threads == 1:
+            return self._as_list(self._encode_block(utf8(text), masks))
         ids: list[int] = []
-        for part in self._parts(data, allowed, threads):
+        for part in self._stream(slices(text), masks, threads):
             ids += self._as_list(part)
         return ids
 
@@ -220,13 +221,7 @@ class Tokenizer:
 
     # --- special tokens ----------------------------------------------------------------------------------------------
 
-    def _checked(self, text: str | bytes, allowed: Names, disallowed: Names) -> tuple[bytes, bytes | None]:
-        data = utf8(text)
-        mask, refused = self._masks(allowed, disallowed)
-        self._refuse(data, refused)
-        return data, mask
-
-    def _masks(self, allowed: Names, disallowed: Names) -> tuple[bytes | None, bytes | None]:
+    def _masks(self, allowed: Names, disallowed: Names) -> Masks:
         """A byte for each special: whether it is allowed, and whether it is refused."""
         if not self.special_tokens and (allowed == "all" or not allowed) and (disallowed == "all" or not disallowed):
             return None, None
