@@ -15,12 +15,14 @@ SPECIALS = ["<|endoftext|>", "<|pad|>", "<|two words|>"]
 
 
 @pytest.fixture(scope="session", autouse=True)
-def library_in_a_cache_of_its_own(request: pytest.FixtureRequest) -> None:
+def library_in_a_cache_of_its_own(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> None:
     """Build in pytest's cache, which outlives the run, and leave the user's alone; every later call finds it loaded."""
     if compiler.find_host_compiler() is None:
         return
+    cache = getattr(request.config, "cache", None)  # not there under -p no:cacheprovider
+    folder = cache.mkdir("fuselm-text") if cache else tmp_path_factory.mktemp("fuselm-text")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("FUSELM_CACHE_DIR", str(request.config.cache.mkdir("fuselm-text")))
+        patch.setenv("FUSELM_CACHE_DIR", str(folder))
         native.library()
 
 
