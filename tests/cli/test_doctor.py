@@ -11,10 +11,12 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from fuselm import compiler
 from fuselm.cli import app, doctor
 from fuselm.cli.doctor import Framework, Machine
 from fuselm.kernels import build, toolchain
 from fuselm.kernels.spec import ops
+from fuselm.text import native
 
 OP = sorted(ops())[0]
 CPU_TORCH = Framework("torch", "2.13.0+cpu", "CPU build")
@@ -148,3 +150,11 @@ def test_real_command_reports_every_op_in_both_frameworks() -> None:
         (op, framework) for op in ops() for framework in ("torch", "jax")
     }
     assert {verdict["runs"] for verdict in report["ops"]} <= {"fallback", "absent"}
+
+
+def test_the_tokenizer_says_how_it_runs_here(pretend_compilers, monkeypatch) -> None:
+    assert doctor.look_at_machine().tokenizer == "C++, built on first use"
+    native.build()
+    assert doctor.look_at_machine().tokenizer == "C++, built"
+    monkeypatch.setattr(compiler, "find_host_compiler", lambda: None)
+    assert "install g++" in doctor.look_at_machine().tokenizer

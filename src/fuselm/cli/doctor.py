@@ -68,6 +68,7 @@ class Machine:
     cache_dir: str
     built: dict[str, bool]
     build_error: str
+    tokenizer: str = ""
 
 
 @dataclass(frozen=True)
@@ -149,6 +150,7 @@ def look_at_machine() -> Machine:
     """The GPUs, the compilers and the build cache."""
     from fuselm import compiler
     from fuselm.kernels import build, toolchain
+    from fuselm.text import native
 
     found, build_error = toolchain.gpus(), ""
     architectures: tuple[str, ...] = ()
@@ -168,7 +170,14 @@ def look_at_machine() -> Machine:
         cache_dir=str(build.cache_dir()),
         built={which: build.is_built(which) for which in build.LIBRARIES},
         build_error=build_error,
+        tokenizer=_tokenizer_state(host is not None, native.is_built()),
     )
+
+
+def _tokenizer_state(has_compiler: bool, is_built: bool) -> str:
+    if not has_compiler:
+        return "plain Python, hundreds of times slower: install g++ 11 or newer"
+    return "C++, built" if is_built else "C++, built on first use"
 
 
 def _driver_version() -> str:
@@ -245,6 +254,7 @@ def _facts(report: Report) -> Iterator[tuple[str, str]]:
         yield "GPU", "none visible"
     yield "nvcc", machine.nvcc or "not found"
     yield "g++", machine.host_compiler or "not found"
+    yield "tokenizer", machine.tokenizer
     yield "build cache", machine.cache_dir
     built = [which for which, is_built in machine.built.items() if is_built]
     yield "libraries", f"built for this source: {', '.join(built)}" if built else "none built for this source"

@@ -91,6 +91,12 @@ def build() -> Path:
     return path
 
 
+def is_built() -> bool:
+    """Whether `build` would return at once. Never builds."""
+    host = compiler.find_host_compiler()
+    return host is not None and (cache_dir() / "text" / _key(host)).exists()
+
+
 def _key(host: Path) -> str:
     """The library's file name: a hash of all that goes into it."""
     sources = sorted(path for path in SOURCE_DIR.iterdir() if path.suffix in (".cpp", ".h"))
