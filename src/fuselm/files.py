@@ -15,7 +15,7 @@ import secrets
 import shutil
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -62,6 +62,7 @@ def whole_folder(folder: Path, *, last: str) -> Iterator[Path]:
     rename, so only a process killed between two renames leaves old and new side by side, and `last`, still the old one
     then, can tell what belongs together.
     """
+    is_new = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
     _sweep(folder / "files")
     staging = partial_path(folder / "files")
@@ -72,6 +73,9 @@ def whole_folder(folder: Path, *, last: str) -> Iterator[Path]:
             (staging / name).replace(folder / name)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
+        if is_new:
+            with suppress(OSError):  # it is not empty, as it should be
+                folder.rmdir()
 
 
 def partial_path(path: Path) -> Path:

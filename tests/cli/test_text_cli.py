@@ -69,6 +69,7 @@ def test_special_tokens_are_refused_allowed_or_text(trained: Path) -> None:
     refused = fuselm("tokenizer", "encode", trained, text)
     assert refused.exit_code == 1
     assert "special token '<|endoftext|>'" in refused.stderr
+    assert "--special allow" in refused.stderr
     assert fuselm("tokenizer", "encode", trained, text, "--special", "allow").stdout.split()[-1] == "299"
     assert "299" not in fuselm("tokenizer", "encode", trained, text, "--special", "text").stdout.split()
 
@@ -144,6 +145,7 @@ def test_the_built_in_stories_need_no_network(tmp_path: Path) -> None:
         (("data", "prepare", "{folder}", "--out", "{folder}/out"), "cannot lie inside it"),
         (("data", "prepare", "{corpus}", "--seed", "1", "--out", "out"), "chooses among the built-in stories"),
         (("data", "prepare", "{broken}", "--out", "{folder}/out"), "broken.txt.gz"),
+        (("data", "prepare", "{corpus}", "--out", "{empty}"), "empty.txt is a file"),
         (("data", "info", "{folder}"), "Make one with `fuselm data prepare`"),
         (("data", "info", "{corpus}"), "hen.txt"),
         (("data", "info", "nowhere"), "nowhere"),

@@ -374,3 +374,8 @@ def test_an_empty_corpus_is_refused() -> None:
     for rows in ("stream", "documents"):
         with pytest.raises(ValueError, match="the corpus has 0"):
             Loader(shard([], []), batch_size=1, context=1, rows=rows)
+
+
+def test_a_path_in_place_of_a_shard_is_refused_with_the_way_to_open_it() -> None:
+    with pytest.raises(TypeError, match="open_prepared"):
+        Loader("data/stories", batch_size=1, context=1)  # type: ignore[arg-type]

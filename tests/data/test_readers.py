@@ -248,3 +248,10 @@ def test_only_plain_files_have_a_size_beforehand(tmp_path: Path) -> None:
     assert size_hint(write(tmp_path / "a.txt", b"12345")) == 5
     assert size_hint(write(tmp_path / "a.txt.gz", gzip.compress(b"12345"))) is None
     assert size_hint(write(tmp_path / "a.parquet", b"")) is None
+
+
+def test_what_fuselm_writes_into_a_folder_is_not_read_from_it(tmp_path: Path) -> None:
+    (tmp_path / "note.txt").write_text("a note")
+    for name in ("tokenizer.json", "prepared.json"):
+        (tmp_path / name).write_text("{}")
+    assert [path.name for path in text_files(tmp_path)] == ["note.txt"]

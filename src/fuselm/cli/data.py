@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -115,7 +116,8 @@ def info(
         return
     for name, facts in found.items():
         typer.echo(_sentence(name, facts) + (", checksum verified" if verify else ""))
-        typer.echo(f"  tokenizer {facts['fingerprint'] or 'unknown'}, made of {facts['source'] or 'unknown text'}")
+        source = ", ".join(f"{key} {value}" for key, value in facts["source"].items()) or "unknown"
+        typer.echo(f"  tokenizer {(facts['fingerprint'] or 'unknown')[:16]}; source: {source}")
 
 
 def open_named(name: str, limit_mb: float | None, step: Step, *, seed: int | None = None) -> Corpus:
@@ -157,7 +159,11 @@ def _check_out(out: Path, corpus: str) -> None:
     source, target = Path(corpus).resolve(), out.resolve()
     if source.is_dir() and target.is_relative_to(source):
         raise ValueError(f"What is made of {corpus} cannot lie inside it: the next run would read it. Move --out.")
-    out.mkdir(parents=True, exist_ok=True)
+    there = next(path for path in (target, *target.parents) if path.exists())
+    if not there.is_dir():
+        raise ValueError(f"--out is a folder; {there} is a file. Name another.")
+    if not os.access(there, os.W_OK):
+        raise ValueError(f"--out is a folder that can be written; {there} cannot. Name another.")
 
 
 def _sentence(name: str, facts: dict[str, Any]) -> str:

@@ -24,7 +24,7 @@ def told() -> Iterator[None]:
         try:
             yield
         except KeyboardInterrupt:
-            typer.echo("interrupted: files are as they were; a download goes on where it stopped", err=True)
+            typer.echo("interrupted: files are as they were", err=True)
             raise typer.Exit(130) from None
         except (ValueError, OSError, ImportError, MemoryError) as error:
             typer.echo(f"error: {_words(error)}", err=True)

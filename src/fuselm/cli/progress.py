@@ -41,31 +41,43 @@ def _live(console: object, units: dict[str, str]) -> Iterator[Step]:
     text = TextColumn("{task.description}", markup=False)
     counts = TextColumn("{task.fields[counts]}", markup=False)
     with Progress(text, BarColumn(), counts, TimeRemainingColumn(), console=console, transient=True) as progress:  # type: ignore[arg-type]
-        tasks: dict[str, tuple[TaskID, float]] = {}
+        tasks: dict[str, TaskID] = {}
+        clock = _Clock()
 
         def step(stage: str, done: int, total: int | None) -> None:
             if stage not in tasks:
-                tasks[stage] = (progress.add_task(stage, total=total, counts=""), time.monotonic())
-            task, begin = tasks[stage]
-            counts = _counts(done, total, units.get(stage, ""), time.monotonic() - begin)
-            progress.update(task, completed=done, total=total, counts=counts)
+                tasks[stage] = progress.add_task(stage, total=total, counts="")
+            counts = _counts(done, total, units.get(stage, ""), clock.seconds(stage))
+            progress.update(tasks[stage], completed=done, total=total, counts=counts)
 
         yield step
 
 
 def _lines(units: dict[str, str]) -> Step:
     """For logs and pipes: work that takes seconds says nothing, longer work a line every few seconds."""
-    begun: dict[str, float] = {}
+    clock = _Clock()
     told = [time.monotonic() - SECONDS_BETWEEN_LINES + 2]  # the first after two seconds
 
     def step(stage: str, done: int, total: int | None) -> None:
-        now = time.monotonic()
-        begin = begun.setdefault(stage, now)
+        seconds, now = clock.seconds(stage), time.monotonic()
         if now - told[0] >= SECONDS_BETWEEN_LINES:
             told[0] = now
-            typer.echo(f"{stage} {_counts(done, total, units.get(stage, ''), now - begin)}", err=True)
+            typer.echo(f"{stage} {_counts(done, total, units.get(stage, ''), seconds)}", err=True)
 
     return step
+
+
+class _Clock:
+    """How long a stage has taken. It begins when the one before it was last heard of, not with its own first word."""
+
+    def __init__(self) -> None:
+        self.begun: dict[str, float] = {}
+        self.heard = time.monotonic()
+
+    def seconds(self, stage: str) -> float:
+        begin = self.begun.setdefault(stage, self.heard)
+        self.heard = time.monotonic()
+        return self.heard - begin
 
 
 def _counts(done: int, total: int | None, unit: str, seconds: float) -> str:

@@ -236,6 +236,7 @@ def _encode(tokenizer: Tokenizer, text: str | None, file: Path | None, special: 
     import numpy as np
 
     from fuselm.text.blocks import file_pieces, read_pieces
+    from fuselm.text.tokenizer import SpecialTokenError
 
     options: dict[str, Any] = {
         "refuse": {},
@@ -256,7 +257,12 @@ def _encode(tokenizer: Tokenizer, text: str | None, file: Path | None, special: 
 
         stdin = read_pieces(sys.stdin.buffer, on_read)
         pieces = [text] if text is not None else file_pieces(file, on_read) if file is not None else stdin
-        parts = list(tokenizer.encode_blocks(pieces, threads=threads, **options[special]))
+        try:
+            parts = list(tokenizer.encode_blocks(pieces, threads=threads, **options[special]))
+        except SpecialTokenError as error:
+            words = str(error).partition(". ")[0]
+            remedy = "--special allow makes it one token, --special text encodes it as text."
+            raise ValueError(f"{words}. {remedy}") from None
     return np.concatenate([np.empty(0, np.uint32), *parts])
 
 

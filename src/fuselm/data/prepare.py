@@ -29,13 +29,13 @@ Progress = Callable[[str, int, int | None], None]
 def prepare(
     corpus: Corpus,
     tokenizer: Tokenizer,
-    folder: Path,
+    folder: str | Path,
     *,
     threads: int | None = None,
     on_progress: Progress | None = None,
 ) -> dict[str, Shard]:
     """Tokenise both splits. Until everything is complete, what the folder had before stays as it is."""
-    with whole_folder(folder, last=MANIFEST) as staging:
+    with whole_folder(Path(folder), last=MANIFEST) as staging:
         tokenizer.save(staging / TOKENIZER)  # first: a tokenizer that cannot be saved is noticed before the work
         digests = {}
         for split in SPLITS:
@@ -64,8 +64,9 @@ def _tokenise(
             writer.append(ids)
 
 
-def open_prepared(folder: Path) -> dict[str, Shard]:
+def open_prepared(folder: str | Path) -> dict[str, Shard]:
     """The shards of a prepared folder, checked against its tokenizer and against one another."""
+    folder = Path(folder)
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
     except FileNotFoundError:

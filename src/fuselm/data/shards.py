@@ -368,6 +368,11 @@ class Concatenated:
     """
 
     def __init__(self, shards: Shard | Sequence[Shard]) -> None:
+        if isinstance(shards, str | Path):
+            raise TypeError(
+                f"Tokens are read from shards; got the path {str(shards)!r}. Open it with open_shard, or a prepared "
+                'folder with open_prepared(folder)["train"].'
+            )
         self.shards = [shards] if isinstance(shards, Shard) else list(shards)
         if not self.shards:
             raise ShardError("Tokens are read from one or more shards; got none. Open one with open_shard.")

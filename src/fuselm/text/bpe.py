@@ -27,6 +27,7 @@ Merges = list[tuple[bytes, bytes]]
 # Stage ("count" in bytes read, "merge" in merges made), how far it is, and how far it goes (None: not known).
 Progress = Callable[[str, int, int | None], None]
 
+NOT_PLAIN = (".gz", ".xz", ".bz2", ".zst", ".jsonl", ".ndjson", ".parquet")
 MERGES_PER_CALL = 200  # between two of them Ctrl-C is heard and progress shown
 
 
@@ -88,8 +89,7 @@ def train_bpe(
     Ids 0 to 255 are the bytes, then come the merges, then the special tokens, `vocab_size` in all. A text too small for
     that many gives fewer, with a warning; an empty one is refused.
     """
-    if isinstance(source, bytes):
-        raise TypeError("A tokenizer is trained on a file or on documents; got bytes. Put them into a list.")
+    _check_source(source)
     specials = check_special_tokens(special_tokens)
     wanted = vocab_size - 256 - len(specials)
     if wanted < 0:
@@ -113,6 +113,16 @@ def train_bpe(
             stacklevel=2,
         )
     return _vocabulary(trainer.merges(), specials)
+
+
+def _check_source(source: str | Path | Iterable[str | bytes]) -> None:
+    if isinstance(source, bytes):
+        raise TypeError("A tokenizer is trained on a file or on documents; got bytes. Put them into a list.")
+    if isinstance(source, str | Path) and (Path(source).is_dir() or Path(source).suffix in NOT_PLAIN):
+        raise ValueError(
+            f"train_bpe reads one file of plain text; {source} is not. Give it documents instead: "
+            'fuselm.data.open_corpus(path).documents("train") reads folders, .jsonl, .parquet and compressed files.'
+        )
 
 
 def check_special_tokens(special_tokens: Iterable[str]) -> list[bytes]:

@@ -15,6 +15,7 @@ import functools
 import hashlib
 import json
 import platform
+import sys
 import weakref
 from collections.abc import Sequence
 from itertools import pairwise
@@ -83,6 +84,7 @@ def build() -> Path:
         return path
     with compiler.build_lock(root):
         if not path.exists():  # another process may have built it while this one waited for the lock
+            print("fuselm: compiling the tokenizer, once, in a few seconds", file=sys.stderr)
             command = (str(host), *FLAGS, str(SOURCE_DIR / "bpe.cpp"))
             compiler.run(command, output=path, log=root / f"{path.stem}.log", title="bpe.cpp")
             if _key(host) != path.name:  # it would be kept under the name of what the sources were before

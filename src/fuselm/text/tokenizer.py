@@ -35,6 +35,10 @@ Names = Literal["all"] | Collection[str]
 Masks = tuple[bytes | None, bytes | None]  # a byte for each special: is it allowed, is it refused; None: none is
 
 
+class SpecialTokenError(ValueError):
+    """A text contains a special token that was neither allowed nor said to be text."""
+
+
 class Tokenizer:
     """A vocabulary with its merges and special tokens. It never changes; any number of threads may use one."""
 
@@ -248,7 +252,7 @@ class Tokenizer:
         which = self._encoder.find_special(data, refused)
         if which >= 0:
             name = list(self.special_tokens)[which]
-            raise ValueError(
+            raise SpecialTokenError(
                 f"The text contains the special token {name!r}, which is refused unless the caller says what it means. "
                 f"Pass allowed_special={{{name!r}}} to encode it as one token, or disallowed_special=() to encode it "
                 "as ordinary text."
