@@ -396,6 +396,7 @@ def _as_uint32(ids: Iterable[int]) -> np.ndarray:
     if ids.dtype.kind not in "iu" and ids.size:
         raise TypeError(f"Token ids are whole numbers; got an array of {ids.dtype}.")
     if ids.dtype.itemsize > 4 or ids.dtype.kind != "u":
+        ids = ids.astype(np.int64)  # a uint64 past 2^63 becomes negative, and so none
         ids = np.where((ids >= 0) & (ids < NO_ID), ids, NO_ID)
     return np.ascontiguousarray(ids.reshape(-1), np.uint32)
 
