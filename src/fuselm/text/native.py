@@ -230,13 +230,11 @@ class NativeEncoder(_Cutter):
         self._encode = library().fuselm_encode
         self._free: list[_Scratch] = []
 
-    def encode(self, data: bytes, allowed: bytes | None = None, start: int = 0, end: int | None = None) -> np.ndarray:
-        """The ids of data[start:end]; `allowed` has a byte for each special, None allows none."""
-        size = (len(data) if end is None else end) - start
+    def encode(self, data: bytes, allowed: bytes | None = None) -> np.ndarray:
+        """The ids of a text; `allowed` has a byte for each special, None allows none."""
         scratch = self._take()
-        room, address = scratch.room_for(size)
-        text = _address(data) + start if start else data
-        ids = room[: _done(self._encode(scratch.pointer, text, size, allowed, address))].copy()
+        room, address = scratch.room_for(len(data))
+        ids = room[: _done(self._encode(scratch.pointer, data, len(data), allowed, address))].copy()
         self._free.append(scratch)
         return ids
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import re
+from abc import ABC, abstractmethod
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
@@ -136,21 +137,21 @@ class ReferenceTrainer(SpecialFinder):
                 self.where[pair].add(word)
 
 
-class PlainEncoder(SpecialFinder):
+class PlainEncoder(SpecialFinder, ABC):
     """What encoders in Python share: specials become their ids, what is between them is encoded by `encode_piece`."""
 
     def __init__(self, specials: Sequence[bytes], special_ids: Sequence[int]) -> None:
         super().__init__(specials)
         self.special_ids = [np.array([token], np.uint32) for token in special_ids]
 
+    @abstractmethod
     def encode_piece(self, piece: bytes) -> np.ndarray:
         """The ids of a text without specials."""
-        raise NotImplementedError
 
-    def encode(self, data: bytes, allowed: bytes | None = None, start: int = 0, end: int | None = None) -> np.ndarray:
-        """The ids of data[start:end]; `allowed` has a byte for each special, None allows none."""
+    def encode(self, data: bytes, allowed: bytes | None = None) -> np.ndarray:
+        """The ids of a text; `allowed` has a byte for each special, None allows none."""
         parts = [np.empty(0, np.uint32)]
-        for piece, which in self.pieces(data[start:end], allowed or bytes(len(self.specials))):
+        for piece, which in self.pieces(data, allowed or bytes(len(self.specials))):
             parts.append(self.encode_piece(piece))
             if which >= 0:
                 parts.append(self.special_ids[which])
@@ -158,7 +159,7 @@ class PlainEncoder(SpecialFinder):
 
     def encode_batch(self, data: bytes, ends: np.ndarray, allowed: bytes | None) -> tuple[np.ndarray, np.ndarray]:
         """The ids of texts that lie one behind the other in `data`, and how many each text has."""
-        parts = [self.encode(data, allowed, start, end) for start, end in pairwise([0, *ends.tolist()])]
+        parts = [self.encode(data[start:end], allowed) for start, end in pairwise([0, *ends.tolist()])]
         return np.concatenate([np.empty(0, np.uint32), *parts]), np.array([len(part) for part in parts], np.int64)
 
     def find_special(self, data: bytes, wanted: bytes) -> int:
