@@ -5,7 +5,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-NATIVE := $(wildcard src/fuselm/*/*.cu src/fuselm/*/*.cuh src/fuselm/*/*.h src/fuselm/*/*.cpp src/fuselm/*/*.cc)
+NATIVE := $(wildcard src/fuselm/*/*.cu src/fuselm/*/*.cuh src/fuselm/*/*.h src/fuselm/*/*.cpp src/fuselm/*/*.cc tests/*/*.cpp)
 PART ?=
 OPS ?=
 

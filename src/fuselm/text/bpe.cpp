@@ -1,11 +1,12 @@
 // The C interface of the tokenizer: what native.py calls through ctypes.
 //
-// Every function is safe to call from several threads at once as long as no two use the same counter, trainer or
-// scratch; encoders are read only. Nothing is thrown across the boundary: out of memory is -1 or null.
+// Every function is safe to call from several threads at once as long as no two use the same counter, trainer, scratch
+// or pool; encoders are for all. Nothing is thrown across the boundary: out of memory is -1 or null.
 #include <cstdint>
 #include <new>
 
 #include "encode.h"
+#include "pool.h"
 #include "specials.h"
 #include "split.h"
 #include "train.h"
@@ -31,13 +32,6 @@ EXPORT Specials* fuselm_specials_new(const byte* texts, const int64_t* ends, int
 }
 
 EXPORT void fuselm_specials_free(Specials* specials) { delete specials; }
-
-// The first special in the text that `wanted` names, or -1.
-EXPORT int64_t fuselm_find_special(const Specials* specials, const byte* text, int64_t size, const byte* wanted) {
-  int which;
-  specials->find(text, text + size, wanted, &which);
-  return which;
-}
 
 EXPORT int64_t fuselm_find_cut(const byte* table, const Specials* specials, const byte* text, int64_t from,
                                int64_t size) {
@@ -96,7 +90,7 @@ EXPORT const id_t* fuselm_trainer_merges(const Trainer* trainer, int64_t* count)
 EXPORT Encoder* fuselm_encoder_new(const byte* table, const Specials* specials, const id_t* special_ids,
                                    const id_t* byte_ids, const id_t* merges, int64_t count) {
   return guarded<>((Encoder*)nullptr, [&] {
-    auto* encoder = new Encoder{table, *specials, {}, {}, MergeTable(count), std::vector<Merge>(1 << 16)};
+    auto* encoder = new Encoder{table, *specials, {}, {}, MergeTable(count), std::vector<Merge>(1 << 16), {}};
     encoder->special_ids.assign(special_ids, special_ids + specials->texts.size());
     std::copy(byte_ids, byte_ids + 256, encoder->byte_ids);
     for (int64_t i = 0; i < count; ++i)
@@ -109,26 +103,38 @@ EXPORT Encoder* fuselm_encoder_new(const byte* table, const Specials* specials, 
 
 EXPORT void fuselm_encoder_free(Encoder* encoder) { delete encoder; }
 
-EXPORT Scratch* fuselm_scratch_new(const Encoder* encoder) {
+EXPORT Scratch* fuselm_scratch_new(Encoder* encoder) {
   return guarded<>((Scratch*)nullptr, [&] { return new Scratch(*encoder); });
 }
 
 EXPORT void fuselm_scratch_free(Scratch* scratch) { delete scratch; }
 
-// Writes ids into `out`, which has room for size + 4, and returns how many.
-EXPORT int64_t fuselm_encode(Scratch* scratch, const byte* text, int64_t size, const byte* allowed, id_t* out) {
-  return guarded<>(int64_t(-1), [&] { return scratch->encode(text, size, allowed, out); });
+// Writes ids into `out`, which has room for size + 4, and returns how many, or -2 - i for a refused special i.
+EXPORT int64_t fuselm_encode(Scratch* scratch, const byte* text, int64_t size, const byte* allowed, const byte* refused,
+                             id_t* out) {
+  return guarded<>(int64_t(-1), [&] { return scratch->encode(text, size, allowed, refused, out); });
 }
 
-// The same for several texts that lie one behind the other; counts[i] becomes the number of ids of text i.
-EXPORT int64_t fuselm_encode_batch(Scratch* scratch, const byte* text, const int64_t* ends, int64_t texts,
-                                   const byte* allowed, id_t* out, int64_t* counts) {
+EXPORT Pool* fuselm_pool_new(Encoder* encoder, int64_t helpers) {
+  return guarded<>((Pool*)nullptr, [&] { return new Pool(*encoder, helpers); });
+}
+
+// What was put and not finished is dropped; it returns when no thread works any more.
+EXPORT void fuselm_pool_free(Pool* pool) { delete pool; }
+
+// Texts that lie one behind the other, to be encoded when a thread is free; counts[i] becomes the number of ids of text
+// i. Nothing that is pointed to may go before `finish` has returned them.
+EXPORT int64_t fuselm_pool_put(Pool* pool, const byte* text, const int64_t* ends, int64_t texts, const byte* allowed,
+                               const byte* refused, id_t* out, int64_t* counts) {
   return guarded<>(int64_t(-1), [&] {
-    int64_t begin = 0, total = 0;
-    for (int64_t i = 0; i < texts; begin = ends[i++])
-      total += counts[i] = scratch->encode(text + begin, ends[i] - begin, allowed, out + total);
-    return total;
+    pool->put({text, ends, texts, allowed, refused, out, counts});
+    return 0;
   });
+}
+
+// The number of ids of what was put first, or what is wrong with it, as `fuselm_encode` says it.
+EXPORT int64_t fuselm_pool_finish(Pool* pool) {
+  return guarded<>(int64_t(-1), [&] { return pool->finish(); });
 }
 
 // --- decoding ---

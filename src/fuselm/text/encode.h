@@ -1,36 +1,30 @@
 // Words to token ids: merges by rank, and a cache of words in front of them.
 //
-// An Encoder is the vocabulary and never changes; a Scratch is what one thread needs beside it, so any number of
-// threads may encode with one Encoder. Merging is the definition of BPE: of all neighbours that have a merge, the one
-// of lowest rank is joined, the leftmost first, until none is left. The cache only remembers its results.
+// An Encoder is the vocabulary, which never changes, with the words met so far, which all threads share; a Scratch is
+// what one thread needs beside it, so any number of threads may encode with one Encoder. Merging is the definition of
+// BPE: of all neighbours that have a merge, the one of lowest rank is joined, the leftmost first, until none is left.
+// The cache only remembers its results.
 #pragma once
 
 #include <algorithm>
 #include <bit>
 #include <cstdint>
-#include <cstdlib>
 #include <cstring>
 #include <functional>
-#include <new>
 #include <stdexcept>
 #include <vector>
 
 #include "specials.h"
+#include "word_cache.h"
 
 namespace fuselm {
 
-using id_t = uint32_t;
 constexpr uint32_t kNone = ~0u;
 
 struct Merge {
   uint32_t rank;
   id_t id;
 };
-
-inline uint64_t mix(uint64_t a, uint64_t b) {
-  const unsigned __int128 product = (unsigned __int128)(a ^ 0x9E3779B97F4A7C15u) * (b ^ 0xC2B2AE3D27D4EB4Fu);
-  return uint64_t(product) ^ uint64_t(product >> 64);
-}
 
 // Pairs of ids to merges: open addressing, half full.
 class MergeTable {
@@ -68,103 +62,22 @@ struct Encoder {
   id_t byte_ids[256];
   MergeTable merges;
   std::vector<Merge> byte_merges;  // of two bytes, by the bytes: a word's first look at its pairs needs no hashing
-};
-
-static_assert(std::endian::native == std::endian::little, "keys of words are read as they lie in memory");
-
-// A word of up to 15 bytes, its length in the last byte: two words are equal exactly when their keys are.
-struct Key {
-  uint64_t low, high;
-  bool operator==(const Key& other) const { return ((low ^ other.low) | (high ^ other.high)) == 0; }
-  uint64_t hash() const { return mix(low, high); }
-};
-
-constexpr int kShortWord = 15;
-
-// Reads 16 bytes at p, of which `length` <= 15 count.
-inline Key key_of(const byte* p, int length) {
-  // Sixteen bytes of ones and sixteen of zeros: read from the middle, a mask for any length without a branch.
-  alignas(32) static constexpr byte kMask[32] = {255, 255, 255, 255, 255, 255, 255, 255,
-                                                 255, 255, 255, 255, 255, 255, 255, 255};
-  uint64_t text[2], mask[2];
-  std::memcpy(text, p, 16);
-  std::memcpy(mask, kMask + 16 - length, 16);
-  return {text[0] & mask[0], (text[1] & mask[1]) | uint64_t(length) << 56};
-}
-
-// Remembers the ids of words. It never grows: a word that comes in drives out an older one of the same set, so memory
-// stays what it is whatever the text, and what a lookup costs too.
-class WordCache {
- public:
-  static constexpr int kShortIds = 3, kLongBytes = 60, kLongIds = 16;
-  static constexpr int kShortBits = 17, kLongSets = 1 << 15;
-
-  // Two entries fill a cache line; the newer one is first.
-  struct alignas(64) ShortSet {
-    struct Entry {
-      Key key;
-      id_t ids[kShortIds];
-      uint32_t count;
-    } entries[2];
-  };
-
-  struct alignas(64) LongEntry {
-    byte length, count;
-    byte text[kLongBytes + 2];
-    id_t ids[kLongIds];
-  };
-
-  WordCache() : short_(1 << kShortBits), long_(kLongSets) {}
-
-  ShortSet& short_set(const Key& key) { return short_.first[key.hash() >> (64 - kShortBits)]; }
-
-  void remember_short(const Key& key, const id_t* ids, int count) {
-    ShortSet& set = short_set(key);
-    set.entries[1] = set.entries[0];
-    set.entries[0].key = key;
-    std::memcpy(set.entries[0].ids, ids, count * sizeof(id_t));
-    set.entries[0].count = count;
-  }
-
-  LongEntry& long_entry(const byte* p, int64_t length) {
-    uint64_t hash = length;
-    for (int64_t i = 0; i < length; i += 8) {
-      uint64_t part = 0;
-      std::memcpy(&part, p + i, std::min<int64_t>(8, length - i));
-      hash = mix(hash, part);
-    }
-    return long_.first[hash % kLongSets];
-  }
-
- private:
-  // Zeroed by the system, page by page when it is first touched: a short text pays for little of it.
-  template <typename T>
-  struct Zeroed {
-    void* memory;
-    T* first;
-    explicit Zeroed(size_t count) : memory(std::calloc(count + 1, sizeof(T))) {
-      if (!memory) throw std::bad_alloc();
-      first = reinterpret_cast<T*>((reinterpret_cast<uintptr_t>(memory) + sizeof(T) - 1) / sizeof(T) * sizeof(T));
-    }
-    ~Zeroed() { std::free(memory); }
-    Zeroed(const Zeroed&) = delete;
-    Zeroed& operator=(const Zeroed&) = delete;
-  };
-
-  Zeroed<ShortSet> short_;
-  Zeroed<LongEntry> long_;
+  WordCache cache;
 };
 
 // What one thread needs to encode.
 class Scratch {
  public:
-  explicit Scratch(const Encoder& encoder) : encoder_(encoder) {}
+  explicit Scratch(Encoder& encoder) : encoder_(encoder) {}
 
   // Writes at most size + kShortIds ids and returns how many they are. Specials that `allowed` names become their ids;
-  // null allows none.
-  int64_t encode(const byte* text, int64_t size, const byte* allowed, id_t* out) {
+  // where the text has special i and `refused` names it, the answer is -2 - i. Null names none.
+  int64_t encode(const byte* text, int64_t size, const byte* allowed, const byte* refused, id_t* out) {
     const byte *p = text, *end = text + size;
     id_t* const first = out;
+    int bad = -1;
+    if (refused) encoder_.specials.find(p, end, refused, &bad);
+    if (bad >= 0) return -2 - bad;
     while (p < end) {
       int which = -1;
       const byte* stop = allowed ? encoder_.specials.find(p, end, allowed, &which) : end;
@@ -197,6 +110,7 @@ class Scratch {
       Key key;
       const WordCache::ShortSet* set;
     } found[kAhead];
+    id_t* to = *out;
     while (p < last) {
       int count = 0;
       for (; count < kAhead && p < last; ++count) {
@@ -205,40 +119,32 @@ class Scratch {
         word.start = p;
         word.length = stop - p;
         word.key = key_of(p, int(std::min<int64_t>(stop - p, kShortWord)));
-        word.set = &cache_.short_set(word.key);
+        word.set = &encoder_.cache.short_set(word.key);
         __builtin_prefetch(word.set);
         p = stop;
       }
       for (int i = 0; i < count; ++i) {
         const auto& word = found[i];
-        const auto& entry = word.set->entries[!(word.set->entries[0].key == word.key)];
-        if (word.length <= kShortWord && entry.key == word.key) [[likely]] {
-          std::memcpy(*out, entry.ids, sizeof entry.ids);  // always three: cheaper than asking how many
-          *out += entry.count;
-        } else {
-          *out = missed_word(word.start, word.length, word.length <= kShortWord ? &word.key : nullptr, *out);
-        }
+        const bool is_short = word.length <= kShortWord;
+        const int ids = is_short ? WordCache::find_short(*word.set, word.key, to) : 0;
+        to = ids ? to + ids : missed_word(word.start, word.length, is_short ? &word.key : nullptr, to);
       }
     }
+    *out = to;
     return p;
   }
 
   // A word that the first cache does not have: because it is new, too long, or of too many ids.
   __attribute__((noinline)) id_t* missed_word(const byte* p, int64_t length, const Key* key, id_t* out) {
     if (length > WordCache::kLongBytes) return out + merge_long(p, length, out);
-    WordCache::LongEntry& entry = cache_.long_entry(p, length);
-    if (entry.length == length && !std::memcmp(entry.text, p, length)) {
-      std::memcpy(out, entry.ids, entry.count * sizeof(id_t));
-      return out + entry.count;
-    }
+    WordCache& cache = encoder_.cache;
+    WordCache::LongWord word(p, length);
+    if (const int known = cache.find_long(word, out)) return out + known;
     const int count = merge_short(p, int(length), out);
     if (key && count <= WordCache::kShortIds) {
-      cache_.remember_short(*key, out, count);
+      cache.remember_short(*key, out, count);
     } else if (count <= WordCache::kLongIds) {
-      entry.length = byte(length);
-      entry.count = byte(count);
-      std::memcpy(entry.text, p, length);
-      std::memcpy(entry.ids, out, count * sizeof(id_t));
+      cache.remember_long(word, out, count);
     }
     return out + count;
   }
@@ -322,8 +228,7 @@ class Scratch {
       }
   }
 
-  const Encoder& encoder_;
-  WordCache cache_;
+  Encoder& encoder_;
   std::vector<Symbol> symbols_;
   std::vector<uint64_t> heap_;
 };

@@ -1,8 +1,7 @@
 """bpe.cpp from Python: built by g++ on first use, loaded by ctypes.
 
 The library is kept in the user cache under a hash of its sources, the command and the compiler. Every call lets other
-Python threads run, so threads of Python are all the parallelism there is. What the functions mean is said in
-reference.py, which does the same in plain Python.
+Python threads run. What the functions mean is said in reference.py, which does the same in plain Python.
 
     encoder = NativeEncoder(byte_ids, merges, specials, special_ids)
     encoder.encode(b"Once upon a time")                       # uint32 ids
@@ -17,44 +16,48 @@ import json
 import platform
 import sys
 import weakref
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 import numpy as np
 
 from fuselm import compiler
 from fuselm.files import cache_dir
+from fuselm.text.reference import Batch, RefusedSpecial
 from fuselm.text.unicode import class_table
 
 SOURCE_DIR = Path(__file__).resolve().parent
-FLAGS = ("-O3", "-std=c++20", "-fPIC", "-fvisibility=hidden", "-shared")
+FLAGS = ("-O3", "-std=c++20", "-fPIC", "-fvisibility=hidden", "-pthread", "-shared")
 # A scratch keeps room for the ids of texts up to this long; longer ones get their own.
 KEPT_BYTES = 1 << 20
 
-_POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
+_POINTER, _BYTES, _INT = ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int64
 _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
-    "specials_new": (_POINTER, (ctypes.c_char_p, _POINTER, _INT)),
+    "specials_new": (_POINTER, (_BYTES, _POINTER, _INT)),
     "specials_free": (None, (_POINTER,)),
-    "find_special": (_INT, (_POINTER, _POINTER, _INT, ctypes.c_char_p)),
-    "find_cut": (_INT, (ctypes.c_char_p, _POINTER, _POINTER, _INT, _INT)),
-    "split": (_INT, (ctypes.c_char_p, _POINTER, _INT, _POINTER)),
+    "find_cut": (_INT, (_BYTES, _POINTER, _POINTER, _INT, _INT)),
+    "split": (_INT, (_BYTES, _POINTER, _INT, _POINTER)),
     "counter_new": (_POINTER, ()),
     "counter_free": (None, (_POINTER,)),
-    "counter_count": (_INT, (_POINTER, ctypes.c_char_p, _POINTER, _POINTER, _POINTER, _INT)),
+    "counter_count": (_INT, (_POINTER, _BYTES, _POINTER, _POINTER, _POINTER, _INT)),
     "counter_add": (_INT, (_POINTER, _POINTER)),
     "trainer_new": (_POINTER, (_POINTER,)),
     "trainer_free": (None, (_POINTER,)),
     "trainer_merge": (_INT, (_POINTER, _INT)),
     "trainer_merges": (_POINTER, (_POINTER, _POINTER)),
-    "encoder_new": (_POINTER, (ctypes.c_char_p, _POINTER, _POINTER, _POINTER, _POINTER, _INT)),
+    "encoder_new": (_POINTER, (_BYTES, _POINTER, _POINTER, _POINTER, _POINTER, _INT)),
     "encoder_free": (None, (_POINTER,)),
     "scratch_new": (_POINTER, (_POINTER,)),
     "scratch_free": (None, (_POINTER,)),
-    "encode": (_INT, (_POINTER, _POINTER, _INT, ctypes.c_char_p, _POINTER)),
-    "encode_batch": (_INT, (_POINTER, _POINTER, _POINTER, _INT, ctypes.c_char_p, _POINTER, _POINTER)),
-    "decode": (_INT, (ctypes.c_char_p, _POINTER, _INT, _POINTER, _INT, _POINTER)),
+    "encode": (_INT, (_POINTER, _POINTER, _INT, _BYTES, _BYTES, _POINTER)),
+    "pool_new": (_POINTER, (_POINTER, _INT)),
+    "pool_free": (None, (_POINTER,)),
+    "pool_put": (_INT, (_POINTER, _BYTES, _POINTER, _INT, _BYTES, _BYTES, _POINTER, _POINTER)),
+    "pool_finish": (_INT, (_POINTER,)),
+    "decode": (_INT, (_BYTES, _POINTER, _INT, _POINTER, _INT, _POINTER)),
 }
 
 
@@ -114,16 +117,18 @@ class _Handle:
         self.pointer = getattr(library(), f"fuselm_{kind}_new")(*arguments)
         if not self.pointer:
             raise MemoryError(f"no memory for a {kind} of the tokenizer")
-        weakref.finalize(self, getattr(library(), f"fuselm_{kind}_free"), self.pointer)
+        self.free = weakref.finalize(self, getattr(library(), f"fuselm_{kind}_free"), self.pointer)
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("A C++ object cannot be copied or sent elsewhere; send the Tokenizer, which builds its own.")
 
 
 def _done(result: int) -> int:
-    if result < 0:
-        raise MemoryError("The tokenizer has no memory left, or met a single word of 4 GiB.")
-    return result
+    if result >= 0:
+        return result
+    if result < -1:
+        raise RefusedSpecial(-2 - result)
+    raise MemoryError("The tokenizer has no memory left, or met a single word of 4 GiB.")
 
 
 def _address(data: bytes) -> int:
@@ -216,6 +221,48 @@ class _Scratch(_Handle):
         return room, room.ctypes.data
 
 
+class _Job(NamedTuple):
+    """What a thread reads and writes: it must stay in memory while one may."""
+
+    data: bytes
+    ends: np.ndarray
+    counts: np.ndarray
+    room: np.ndarray
+
+
+class _Pool(_Handle):
+    """Threads of C++ that encode batches. They never need Python's lock, so they never wait for it."""
+
+    def __init__(self, encoder: _Handle, helpers: int, allowed: bytes | None, refused: bytes | None) -> None:
+        super().__init__("pool", encoder.pointer, helpers)
+        self.jobs: deque[_Job] = deque()  # in the order they came, which is the order they are finished in
+        self._encoder = encoder  # must not be freed before
+        self._masks = (allowed, refused)
+        self._rooms: list[np.ndarray] = []  # used again: fresh pages cost more than encoding into them
+        self._shown: np.ndarray | None = None
+
+    def put(self, data: bytes, ends: np.ndarray) -> None:
+        """Have a batch encoded."""
+        job = _Job(data, ends, np.empty(len(ends), np.int64), self._room(len(data) + 4))
+        self.jobs.append(job)
+        places = (job.room.ctypes.data, job.counts.ctypes.data)
+        _done(library().fuselm_pool_put(self.pointer, data, ends.ctypes.data, len(ends), *self._masks, *places))
+
+    def finish(self) -> tuple[np.ndarray, np.ndarray]:
+        """The ids and counts of the first batch that is not finished; the ids stand until the next call."""
+        count = _done(library().fuselm_pool_finish(self.pointer))
+        if self._shown is not None and len(self._shown) <= KEPT_BYTES:
+            self._rooms.append(self._shown)
+        job = self.jobs.popleft()
+        self._shown = job.room
+        return job.room[:count], job.counts
+
+    def _room(self, size: int) -> np.ndarray:
+        if self._rooms and len(room := self._rooms.pop()) >= size:
+            return room
+        return np.empty(size, np.uint32)
+
+
 class NativeEncoder(_Cutter):
     """A vocabulary that encodes; any number of threads may use one."""
 
@@ -230,26 +277,29 @@ class NativeEncoder(_Cutter):
         self._encode = library().fuselm_encode
         self._free: list[_Scratch] = []
 
-    def encode(self, data: bytes, allowed: bytes | None = None) -> np.ndarray:
-        """The ids of a text; `allowed` has a byte for each special, None allows none."""
+    def encode(self, data: bytes, allowed: bytes | None = None, refused: bytes | None = None) -> np.ndarray:
+        """The ids of a text; `allowed` and `refused` have a byte for each special, None names none."""
         scratch = self._take()
         room, address = scratch.room_for(len(data))
-        ids = room[: _done(self._encode(scratch.pointer, data, len(data), allowed, address))].copy()
+        ids = room[: _done(self._encode(scratch.pointer, data, len(data), allowed, refused, address))].copy()
         self._free.append(scratch)
         return ids
 
-    def encode_batch(self, data: bytes, ends: np.ndarray, allowed: bytes | None) -> tuple[np.ndarray, np.ndarray]:
-        """The ids of texts that lie one behind the other in `data`, and how many each text has."""
-        scratch, counts = self._take(), np.empty(len(ends), np.int64)
-        room, address = scratch.room_for(len(data))
-        arguments = (data, ends.ctypes.data, len(ends), allowed, address, counts.ctypes.data)
-        ids = room[: _done(library().fuselm_encode_batch(scratch.pointer, *arguments))].copy()
-        self._free.append(scratch)
-        return ids, counts
-
-    def find_special(self, data: bytes, wanted: bytes) -> int:
-        """Index of the first special in the text that `wanted` names, or -1."""
-        return library().fuselm_find_special(self._specials.pointer, data, len(data), wanted)
+    def encode_batches(
+        self, batches: Iterable[Batch], allowed: bytes | None, refused: bytes | None, threads: int
+    ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """The ids of each batch, and how many each text has; they stand until the next ones are asked for."""
+        pool = _Pool(self._encoder, threads - 1, allowed, refused)
+        ahead = 2 * threads if threads > 1 else 0
+        try:
+            for data, ends in batches:
+                pool.put(data, ends)
+                if len(pool.jobs) > ahead:
+                    yield pool.finish()
+            while pool.jobs:
+                yield pool.finish()
+        finally:  # also when nobody wants the rest: threads must not read what is about to go
+            pool.free()
 
     def _take(self) -> _Scratch:
         try:

@@ -12,12 +12,15 @@ import functools
 import re
 from abc import ABC, abstractmethod
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 
 import numpy as np
 
+from fuselm.text.blocks import in_order
 from fuselm.text.unicode import LETTERS, NUMBERS, SPACES, character_set
+
+Batch = tuple[bytes, np.ndarray]  # texts that lie one behind the other, and where each one ends
 
 
 @functools.cache
@@ -46,6 +49,14 @@ def merge_pair(symbols: tuple[int, ...], pair: tuple[int, int], made: int) -> tu
         merged.append(made if found else symbols[i])
         i += 2 if found else 1
     return tuple(merged)
+
+
+class RefusedSpecial(Exception):
+    """A text contains a special token that was refused."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__(index)
+        self.index = index
 
 
 class SpecialFinder:
@@ -148,8 +159,10 @@ class PlainEncoder(SpecialFinder, ABC):
     def encode_piece(self, piece: bytes) -> np.ndarray:
         """The ids of a text without specials."""
 
-    def encode(self, data: bytes, allowed: bytes | None = None) -> np.ndarray:
-        """The ids of a text; `allowed` has a byte for each special, None allows none."""
+    def encode(self, data: bytes, allowed: bytes | None = None, refused: bytes | None = None) -> np.ndarray:
+        """The ids of a text; `allowed` and `refused` have a byte for each special, None names none."""
+        if refused is not None and (bad := self.find(data, 0, refused)[0]) >= 0:
+            raise RefusedSpecial(bad)
         parts = [np.empty(0, np.uint32)]
         for piece, which in self.pieces(data, allowed or bytes(len(self.specials))):
             parts.append(self.encode_piece(piece))
@@ -157,14 +170,17 @@ class PlainEncoder(SpecialFinder, ABC):
                 parts.append(self.special_ids[which])
         return np.concatenate(parts)
 
-    def encode_batch(self, data: bytes, ends: np.ndarray, allowed: bytes | None) -> tuple[np.ndarray, np.ndarray]:
-        """The ids of texts that lie one behind the other in `data`, and how many each text has."""
-        parts = [self.encode(data[start:end], allowed) for start, end in pairwise([0, *ends.tolist()])]
-        return np.concatenate([np.empty(0, np.uint32), *parts]), np.array([len(part) for part in parts], np.int64)
+    def encode_batches(
+        self, batches: Iterable[Batch], allowed: bytes | None, refused: bytes | None, threads: int
+    ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """The ids of each batch, and how many each text has."""
 
-    def find_special(self, data: bytes, wanted: bytes) -> int:
-        """Index of the first special in the text that `wanted` names, or -1."""
-        return self.find(data, 0, wanted)[0]
+        def encode(batch: Batch) -> tuple[np.ndarray, np.ndarray]:
+            data, ends = batch
+            parts = [self.encode(data[start:end], allowed, refused) for start, end in pairwise([0, *ends.tolist()])]
+            return np.concatenate([np.empty(0, np.uint32), *parts]), np.array([len(part) for part in parts], np.int64)
+
+        return in_order(encode, batches, threads)
 
 
 class ReferenceEncoder(PlainEncoder):

@@ -23,8 +23,9 @@ from typing import Any, Literal
 import numpy as np
 
 from fuselm.text import bpe
-from fuselm.text.blocks import BLOCK_BYTES, blocks, in_order, is_short, slices, thread_count, utf8
+from fuselm.text.blocks import BLOCK_BYTES, blocks, is_short, slices, thread_count, utf8
 from fuselm.text.characters import CharacterEncoder
+from fuselm.text.reference import Batch, RefusedSpecial
 
 END_OF_TEXT = "<|endoftext|>"
 UNKNOWN = "\ufffd".encode()  # what an id that is none decodes to
@@ -161,18 +162,12 @@ class Tokenizer:
         threads: int | None = None,
     ) -> list[list[int]]:
         """The ids of each text, encoded in several threads."""
-        allowed, refused = self._masks(allowed_special, disallowed_special)
-
-        def encode(group: list[bytes]) -> list[list[int]]:
-            for data in group:
-                self._refuse(data, refused)
-            ends = np.cumsum([len(data) for data in group], dtype=np.int64)
-            ids, counts = self._encoder.encode_batch(b"".join(group), ends, allowed)
+        masks, found = self._masks(allowed_special, disallowed_special), []
+        batches = _batches(map(utf8, texts))
+        for ids, counts in self._encode_batches(batches, masks, thread_count(threads)):
             whole, stops = self._as_list(ids), np.cumsum(counts).tolist()
-            return [whole[a:b] for a, b in zip([0, *stops], stops, strict=False)]
-
-        groups = _groups(map(utf8, texts))
-        return list(chain.from_iterable(in_order(encode, groups, thread_count(threads))))
+            found += [whole[a:b] for a, b in zip([0, *stops], stops, strict=False)]
+        return found
 
     def encode_iterable(
         self, pieces: Iterable[str | bytes], *, allowed_special: Names = (), disallowed_special: Names = "all"
@@ -196,16 +191,28 @@ class Tokenizer:
         """The same in arrays of ids, encoded in several threads: what files of any size are tokenised with."""
         if isinstance(pieces, str | bytes):
             raise TypeError("A text comes in pieces here, as the lines of a file do; got one text. Put it into a list.")
-        return self._stream(pieces, self._masks(allowed_special, disallowed_special), threads)
+        found = self._stream(pieces, self._masks(allowed_special, disallowed_special), threads)
+        return (ids.copy() for ids in found)
 
     def _stream(self, pieces: Iterable[str | bytes], masks: Masks, threads: int | None) -> Iterator[np.ndarray]:
+        """The ids of a text in pieces, block by block; those of one stand until the next is asked for."""
         whole = blocks(map(utf8, pieces), self._encoder.find_cut)
-        return in_order(lambda block: self._encode_block(block, masks), whole, thread_count(threads))
+        batches = ((block, np.array([len(block)], np.int64)) for block in whole)
+        return (ids for ids, _ in self._encode_batches(batches, masks, thread_count(threads)))
+
+    def _encode_batches(
+        self, batches: Iterable[Batch], masks: Masks, threads: int
+    ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        try:
+            yield from self._encoder.encode_batches(batches, *masks, threads)
+        except RefusedSpecial as found:
+            raise self._special_error(found) from None
 
     def _encode_block(self, block: bytes, masks: Masks) -> np.ndarray:
-        allowed, refused = masks
-        self._refuse(block, refused)
-        return self._encoder.encode(block, allowed)
+        try:
+            return self._encoder.encode(block, *masks)
+        except RefusedSpecial as found:
+            raise self._special_error(found) from None
 
     def _encode_list(self, text: str | bytes, masks: Masks, threads: int) -> list[int]:
         if is_short(text) and threads == 1:
@@ -246,17 +253,13 @@ class Tokenizer:
             raise ValueError(f"{sorted(strange)[0]!r} is not a special token of this tokenizer; it has {has}.")
         return set(names)
 
-    def _refuse(self, data: bytes, refused: bytes | None) -> None:
-        if refused is None:
-            return
-        which = self._encoder.find_special(data, refused)
-        if which >= 0:
-            name = list(self.special_tokens)[which]
-            raise SpecialTokenError(
-                f"The text contains the special token {name!r}, which is refused unless the caller says what it means. "
-                f"Pass allowed_special={{{name!r}}} to encode it as one token, or disallowed_special=() to encode it "
-                "as ordinary text."
-            )
+    def _special_error(self, found: RefusedSpecial) -> SpecialTokenError:
+        name = list(self.special_tokens)[found.index]
+        return SpecialTokenError(
+            f"The text contains the special token {name!r}, which is refused unless the caller says what it means. "
+            f"Pass allowed_special={{{name!r}}} to encode it as one token, or disallowed_special=() to encode it "
+            "as ordinary text."
+        )
 
     @property
     def end_of_text(self) -> int | None:
@@ -401,15 +404,15 @@ def _as_uint32(ids: Iterable[int]) -> np.ndarray:
     return np.ascontiguousarray(ids.reshape(-1), np.uint32)
 
 
-def _groups(texts: Iterable[bytes]) -> Iterator[list[bytes]]:
-    """Texts in groups that are worth a thread's while."""
-    group: list[bytes] = []
-    size = 0
+def _batches(texts: Iterable[bytes]) -> Iterator[Batch]:
+    """Texts in batches that are worth a thread's while."""
+    held: list[bytes] = []
+    ends: list[int] = []
     for text in texts:
-        group.append(text)
-        size += len(text)
-        if size >= BLOCK_BYTES // 4:
-            yield group
-            group, size = [], 0
-    if group:
-        yield group
+        held.append(text)
+        ends.append((ends[-1] if ends else 0) + len(text))
+        if ends[-1] >= BLOCK_BYTES // 4:
+            yield b"".join(held), np.array(ends, np.int64)
+            held, ends = [], []
+    if held:
+        yield b"".join(held), np.array(ends, np.int64)
