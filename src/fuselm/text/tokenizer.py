@@ -234,10 +234,8 @@ class Tokenizer:
 
     def _masks(self, allowed: Names, disallowed: Names) -> Masks:
         """A byte for each special: whether it is allowed, and whether it is refused."""
-        if not self.special_tokens and (allowed == "all" or not allowed) and (disallowed == "all" or not disallowed):
-            return None, None
-        if isinstance(disallowed, str) and disallowed == "all" and not allowed:
-            return None, b"\1" * len(self.special_tokens)  # what most calls ask for
+        if not allowed and (disallowed == "all" or not disallowed):  # what most calls ask for
+            return None, b"\1" * len(self.special_tokens) if disallowed and self.special_tokens else None
         taken = set(self.special_tokens) if allowed == "all" else self._known(allowed)
         refused = set(self.special_tokens) - taken if disallowed == "all" else self._known(disallowed)
         return (
