@@ -39,7 +39,7 @@ def runtime_libraries(sanitizers: str) -> list[Path]:
 @pytest.mark.slow
 @needs_compiler
 @pytest.mark.parametrize("sanitizers", LIBRARIES)
-def test_random_bytes_touch_no_foreign_memory(request: pytest.FixtureRequest, sanitizers: str) -> None:
+def test_sanitizers_find_nothing(request: pytest.FixtureRequest, sanitizers: str) -> None:
     libraries = runtime_libraries(sanitizers)
     if not all(path.is_absolute() for path in libraries):
         pytest.skip("needs g++'s sanitizers")

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +20,7 @@ from tests.text.samples import mixture, needs_compiler
 pytestmark = needs_compiler
 
 BLOCK = 2000
+TASKS = Path("/proc/self/task")
 
 
 @pytest.fixture
@@ -26,39 +30,53 @@ def pieces(set_block_size) -> list[bytes]:
     return [data[start : start + BLOCK] for start in range(0, len(data), BLOCK)]
 
 
-def running_threads() -> int:
-    return sum(1 for _ in Path("/proc/self/task").iterdir())
+def endless(pieces: list[bytes]) -> Iterator[bytes]:
+    while True:
+        yield from pieces
+
+
+def new_threads(before: set[str], wanted: int) -> int:
+    """How many threads there are that were not there before; the system lists one for a moment after its end."""
+    for _ in range(500):
+        found = len(set(os.listdir(TASKS)) - before)
+        if found == wanted:
+            break
+        time.sleep(0.01)
+    return found
 
 
 @pytest.fixture
-def threads_before() -> int:
-    if not Path("/proc/self/task").exists():
+def before() -> set[str]:
+    """The threads there are."""
+    if not TASKS.exists():
         pytest.skip("counts threads where Linux shows them")
-    return running_threads()
+    return set(os.listdir(TASKS))
 
 
-def test_threads_run_while_there_is_work_and_end_with_it(trained: Tokenizer, pieces, threads_before: int) -> None:
+def test_threads_run_while_there_is_work_and_end_with_it(trained: Tokenizer, pieces, before: set[str]) -> None:
+    found = trained.encode_blocks(endless(pieces), threads=4, disallowed_special=())
+    for _ in range(20):
+        next(found)
+    assert new_threads(before, 3) == 3  # the calling thread is one of the four
     found = trained.encode_blocks(pieces, threads=4, disallowed_special=())
-    next(found)
-    assert running_threads() == threads_before + 3  # the calling thread is one of the four
-    rest = list(found)
-    assert len(rest) > 20
-    assert running_threads() == threads_before
+    assert len(list(found)) > 20
+    assert new_threads(before, 0) == 0
 
 
-def test_threads_end_when_the_rest_is_not_wanted(trained: Tokenizer, pieces, threads_before: int) -> None:
-    found = trained.encode_blocks(pieces, threads=4, disallowed_special=())
-    next(found)
+def test_threads_end_when_the_rest_is_not_wanted(trained: Tokenizer, pieces, before: set[str]) -> None:
+    found = trained.encode_blocks(endless(pieces), threads=4, disallowed_special=())
+    for _ in range(20):
+        next(found)
+    assert new_threads(before, 3) == 3
     del found
-    assert running_threads() == threads_before
+    assert new_threads(before, 0) == 0
 
 
-def test_one_block_needs_no_thread(trained: Tokenizer, pieces, threads_before: int) -> None:
-    def watched() -> Iterator[bytes]:
-        yield pieces[0][: BLOCK // 2]
-        assert running_threads() == threads_before
-
-    assert len(list(trained.encode_blocks(watched(), threads=4, disallowed_special=()))) == 1
+def test_one_block_needs_no_thread(trained: Tokenizer, pieces, before: set[str]) -> None:
+    found = trained.encode_blocks([pieces[0][: BLOCK // 2]], threads=4, disallowed_special=())
+    next(found)
+    assert set(os.listdir(TASKS)) == before
+    assert list(found) == []
 
 
 @pytest.mark.parametrize("threads", [1, 4])
@@ -76,15 +94,16 @@ def test_little_is_read_ahead(trained: Tokenizer, pieces: list[bytes], threads: 
         assert count <= len(taken) <= count + 2 * threads + 2
 
 
-def test_an_error_of_the_reader_comes_out(trained: Tokenizer, pieces: list[bytes], threads_before: int) -> None:
+def test_an_error_of_the_reader_ends_the_threads(trained: Tokenizer, pieces, before: set[str]) -> None:
     def breaking() -> Iterator[bytes]:
         yield from pieces[:30]
         raise OSError("disk")
 
     found = trained.encode_blocks(breaking(), threads=4, disallowed_special=())
-    with pytest.raises(OSError, match="disk"):
+    with pytest.raises(OSError, match="disk") as error:
         list(found)
-    assert running_threads() == threads_before
+    assert new_threads(before, 0) == 0
+    assert error.traceback  # which holds all there was to work on
 
 
 @pytest.mark.parametrize("threads", [1, 4])
@@ -98,6 +117,30 @@ def test_what_stands_before_a_refused_special_comes_first(trained: Tokenizer, pi
         seen.extend(ids.tolist() for ids in found)
     assert len(seen) > 20
     assert seen == expected[: len(seen)]
+
+
+def test_what_is_done_is_given_while_the_reader_is_slow(trained: Tokenizer, pieces: list[bytes]) -> None:
+    given: list[int] = []
+    waiting: list[int] = []
+
+    def slow() -> Iterator[bytes]:
+        for count, piece in enumerate(pieces):
+            time.sleep(0.005)
+            waiting.append(count - len(given))
+            yield piece
+
+    for ids in trained.encode_blocks(slow(), threads=16, disallowed_special=()):
+        given.append(len(ids))
+    assert min(waiting[40:]) < 16  # and not the 32 that sixteen threads may have before them
+
+
+@pytest.mark.parametrize("ending", ["cycle", "fork", "resume", "daemon", "suspended"])
+def test_however_a_process_leaves_the_threads_it_ends_well(request: pytest.FixtureRequest, ending: str) -> None:
+    program = Path(__file__).with_name("leaving_threads.py")
+    environment = dict(os.environ) | {"FUSELM_CACHE_DIR": str(request.config.cache.mkdir("fuselm-text"))}
+    command = (sys.executable, str(program), ending)
+    finished = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=120)
+    assert (finished.returncode, finished.stdout) == (0, "left\n"), finished.stderr[-2000:]
 
 
 def test_what_is_read_of_a_shared_record_is_what_one_thread_wrote(tmp_path: Path) -> None:

@@ -343,7 +343,7 @@ def test_counts_of_many_counters_and_of_growing_tables_are_added_up() -> None:
     often = " zq" * 9000  # and one that is counted often before the tables grow
     parts = [(often + "".join(words[start : start + 7000])).encode() for start in (0, 1000, 5000)]
     trainer, twin = native.NativeTrainer([]), reference.ReferenceTrainer([])
-    trainer._free = counters = Hoard()
+    trainer._idle = counters = Hoard()
     for part in parts:
         trainer.count(part, [len(part)])
         twin.count(part, [len(part)])

@@ -122,6 +122,9 @@ EXPORT Pool* fuselm_pool_new(Encoder* encoder, int64_t helpers) {
 // What was put and not finished is dropped; it returns when no thread works any more.
 EXPORT void fuselm_pool_free(Pool* pool) { delete pool; }
 
+// Returns when no thread works any more; `finish` then works alone.
+EXPORT void fuselm_pool_stop(Pool* pool) { pool->stop(); }
+
 // Texts that lie one behind the other, to be encoded when a thread is free; counts[i] becomes the number of ids of text
 // i. Nothing that is pointed to may go before `finish` has returned them.
 EXPORT int64_t fuselm_pool_put(Pool* pool, const byte* text, const int64_t* ends, int64_t texts, const byte* allowed,
@@ -131,6 +134,9 @@ EXPORT int64_t fuselm_pool_put(Pool* pool, const byte* text, const int64_t* ends
     return 0;
   });
 }
+
+// Whether `finish` would return at once.
+EXPORT bool fuselm_pool_ready(Pool* pool) { return pool->ready(); }
 
 // The number of ids of what was put first, or what is wrong with it, as `fuselm_encode` says it.
 EXPORT int64_t fuselm_pool_finish(Pool* pool) {

@@ -9,10 +9,12 @@ Python threads run. What the functions mean is said in reference.py, which does 
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import functools
 import hashlib
 import json
+import os
 import platform
 import sys
 import weakref
@@ -31,8 +33,9 @@ from fuselm.text.unicode import class_table
 
 SOURCE_DIR = Path(__file__).resolve().parent
 FLAGS = ("-O3", "-std=c++20", "-fPIC", "-fvisibility=hidden", "-pthread", "-shared")
-# A scratch keeps room for the ids of texts up to this long; longer ones get their own.
+# Room for the ids of texts up to this long is used again, because fresh pages cost more than encoding into them.
 KEPT_BYTES = 1 << 20
+ROOM_STEP = 1 << 16
 
 _POINTER, _BYTES, _INT = ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int64
 _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
@@ -56,7 +59,9 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "pool_new": (_POINTER, (_POINTER, _INT)),
     "pool_free": (None, (_POINTER,)),
     "pool_put": (_INT, (_POINTER, _BYTES, _POINTER, _INT, _BYTES, _BYTES, _POINTER, _POINTER)),
+    "pool_ready": (ctypes.c_bool, (_POINTER,)),
     "pool_finish": (_INT, (_POINTER,)),
+    "pool_stop": (None, (_POINTER,)),
     "decode": (_INT, (_BYTES, _POINTER, _INT, _POINTER, _INT, _POINTER)),
 }
 
@@ -111,16 +116,23 @@ def _key(host: Path) -> str:
 
 
 class _Handle:
-    """A C++ object that is freed when its Python object goes."""
+    """A C++ object that is freed when its Python object goes; what it `keeps` goes later, even out of a cycle."""
 
-    def __init__(self, kind: str, *arguments: object) -> None:
+    def __init__(self, kind: str, *arguments: object, keeps: Sequence[object] = ()) -> None:
         self.pointer = getattr(library(), f"fuselm_{kind}_new")(*arguments)
         if not self.pointer:
             raise MemoryError(f"no memory for a {kind} of the tokenizer")
-        self.free = weakref.finalize(self, getattr(library(), f"fuselm_{kind}_free"), self.pointer)
+        self.process = os.getpid()
+        self.end = weakref.finalize(self, _free, kind, self.pointer, self.process, keeps)
+        self.end.atexit = False  # the system takes the memory then, and a daemon thread may still be using it
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("A C++ object cannot be copied or sent elsewhere; send the Tokenizer, which builds its own.")
+
+
+def _free(kind: str, pointer: int, process: int, keeps: Sequence[object]) -> None:
+    if os.getpid() == process:  # a forked one has the memory, but not the threads that use it
+        getattr(library(), f"fuselm_{kind}_free")(pointer)
 
 
 def _done(result: int) -> int:
@@ -163,26 +175,26 @@ class NativeTrainer(_Cutter):
 
     def __init__(self, specials: Sequence[bytes]) -> None:
         super().__init__(specials)
-        self._free: list[_Handle] = []
+        self._idle: list[_Handle] = []
         self._trainer: _Handle | None = None
 
     def count(self, data: bytes, ends: Sequence[int]) -> None:
         """Count the words of texts that lie one behind the other in `data`. Any number of threads may call it."""
         try:
-            counter = self._free.pop()  # atomic: a counter is in one thread's hands at a time
+            counter = self._idle.pop()  # atomic: a counter is in one thread's hands at a time
         except IndexError:
             counter = _Handle("counter")
         places = np.asarray(ends, np.int64)
         arguments = (self._table, self._specials.pointer, data, places.ctypes.data, len(places))
         _done(library().fuselm_counter_count(counter.pointer, *arguments))
-        self._free.append(counter)
+        self._idle.append(counter)
 
     def merge(self, wanted: int) -> int:
         """Make up to `wanted` more merges; fewer when no pair is left. Returns how many."""
         if self._trainer is None:
-            total = self._free.pop() if self._free else _Handle("counter")
-            while self._free:
-                other = self._free.pop()  # by name: the C++ object lives as long as its Python object
+            total = self._idle.pop() if self._idle else _Handle("counter")
+            while self._idle:
+                other = self._idle.pop()  # by name: the C++ object lives as long as its Python object
                 _done(library().fuselm_counter_add(total.pointer, other.pointer))
             self._trainer = _Handle("trainer", total.pointer)
         return _done(library().fuselm_trainer_merge(self._trainer.pointer, wanted))
@@ -203,12 +215,11 @@ class _Scratch(_Handle):
     """What one thread encodes with, and room for the ids of a block."""
 
     def __init__(self, encoder: _Handle) -> None:
-        super().__init__("scratch", encoder.pointer)
-        self.encoder = encoder  # must not be freed before
+        super().__init__("scratch", encoder.pointer, keeps=(encoder,))
         self.kept = self._room(1 << 12)
 
     def room_for(self, size: int) -> tuple[np.ndarray, int]:
-        """Memory for ids and its address; kept, because fresh pages cost more than encoding into them."""
+        """Memory for ids and its address."""
         if size + 4 <= len(self.kept[0]):
             return self.kept
         room = self._room(size)
@@ -233,34 +244,58 @@ class _Job(NamedTuple):
 class _Pool(_Handle):
     """Threads of C++ that encode batches. They never need Python's lock, so they never wait for it."""
 
-    def __init__(self, encoder: _Handle, helpers: int, allowed: bytes | None, refused: bytes | None) -> None:
-        super().__init__("pool", encoder.pointer, helpers)
+    def __init__(self, encoder: _Handle, threads: int, allowed: bytes | None, refused: bytes | None) -> None:
+        self.threads = threads  # the caller's is one of them
         self.jobs: deque[_Job] = deque()  # in the order they came, which is the order they are finished in
-        self._encoder = encoder  # must not be freed before
         self._masks = (allowed, refused)
-        self._rooms: list[np.ndarray] = []  # used again: fresh pages cost more than encoding into them
-        self._shown: np.ndarray | None = None
+        self._rooms: list[np.ndarray] = []
+        super().__init__("pool", encoder.pointer, threads - 1, keeps=(encoder, self.jobs, self._masks))
+        _pools.add(weakref.ref(self, _pools.discard))
 
     def put(self, data: bytes, ends: np.ndarray) -> None:
         """Have a batch encoded."""
-        job = _Job(data, ends, np.empty(len(ends), np.int64), self._room(len(data) + 4))
+        job = _Job(data, ends, np.empty(len(ends), np.int64), self._room_for(len(data) + 4))
         self.jobs.append(job)
         places = (job.room.ctypes.data, job.counts.ctypes.data)
         _done(library().fuselm_pool_put(self.pointer, data, ends.ctypes.data, len(ends), *self._masks, *places))
 
-    def finish(self) -> tuple[np.ndarray, np.ndarray]:
-        """The ids and counts of the first batch that is not finished; the ids stand until the next call."""
-        count = _done(library().fuselm_pool_finish(self.pointer))
-        if self._shown is not None and len(self._shown) <= KEPT_BYTES:
-            self._rooms.append(self._shown)
-        job = self.jobs.popleft()
-        self._shown = job.room
-        return job.room[:count], job.counts
+    def ready(self) -> bool:
+        """Whether `finish` would return at once."""
+        return library().fuselm_pool_ready(self.pointer)
 
-    def _room(self, size: int) -> np.ndarray:
+    def finish(self) -> tuple[np.ndarray, np.ndarray]:
+        """The ids and counts of the first batch that is not finished; the ids stand until the next is put."""
+        if self.threads > 1 and os.getpid() != self.process:
+            raise RuntimeError(
+                "Encoding that was begun in several threads cannot go on in a forked process, which has none of them. "
+                "Begin it there, or with threads=1."
+            )
+        result = library().fuselm_pool_finish(self.pointer)
+        job = self.jobs.popleft()
+        if len(job.data) <= KEPT_BYTES:
+            self._rooms.append(job.room)
+        return job.room[: _done(result)], job.counts
+
+    def stop(self) -> None:
+        """Return when the threads have ended. What they have not begun can still be finished."""
+        if self.end.alive and os.getpid() == self.process:  # the collector frees a pool before it closes generators
+            library().fuselm_pool_stop(self.pointer)
+
+    def _room_for(self, size: int) -> np.ndarray:
         if self._rooms and len(room := self._rooms.pop()) >= size:
             return room
-        return np.empty(size, np.uint32)
+        return np.empty(-(-size // ROOM_STEP) * ROOM_STEP, np.uint32)  # in steps: one fits the next block too
+
+
+_pools: set[weakref.ref[_Pool]] = set()
+
+
+@atexit.register
+def _stop_pools() -> None:
+    """Before Python takes down what their threads read."""
+    for reference in list(_pools):
+        if pool := reference():
+            pool.stop()
 
 
 class NativeEncoder(_Cutter):
@@ -275,35 +310,35 @@ class NativeEncoder(_Cutter):
         tables = (ids[0].ctypes.data, ids[1].ctypes.data, merges.ctypes.data, len(merges))
         self._encoder = _Handle("encoder", self._table, self._specials.pointer, *tables)
         self._encode = library().fuselm_encode
-        self._free: list[_Scratch] = []
+        self._idle: list[_Scratch] = []
 
     def encode(self, data: bytes, allowed: bytes | None = None, refused: bytes | None = None) -> np.ndarray:
         """The ids of a text; `allowed` and `refused` have a byte for each special, None names none."""
         scratch = self._take()
         room, address = scratch.room_for(len(data))
         ids = room[: _done(self._encode(scratch.pointer, data, len(data), allowed, refused, address))].copy()
-        self._free.append(scratch)
+        self._idle.append(scratch)
         return ids
 
     def encode_batches(
         self, batches: Iterable[Batch], allowed: bytes | None, refused: bytes | None, threads: int
     ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """The ids of each batch, and how many each text has; they stand until the next ones are asked for."""
-        pool = _Pool(self._encoder, threads - 1, allowed, refused)
-        ahead = 2 * threads if threads > 1 else 0
+        pool = _Pool(self._encoder, threads, allowed, refused)
+        ahead = 2 * threads if threads > 1 else 0  # so many that no thread runs out of work while the caller works too
         try:
             for data, ends in batches:
                 pool.put(data, ends)
-                if len(pool.jobs) > ahead:
+                while pool.jobs and (len(pool.jobs) > ahead or pool.ready()):
                     yield pool.finish()
             while pool.jobs:
                 yield pool.finish()
-        finally:  # also when nobody wants the rest: threads must not read what is about to go
-            pool.free()
+        finally:  # also when nobody wants the rest, or has wanted it in vain
+            pool.stop()
 
     def _take(self) -> _Scratch:
         try:
-            return self._free.pop()  # atomic: a scratch is in one thread's hands at a time
+            return self._idle.pop()  # atomic: a scratch is in one thread's hands at a time
         except IndexError:
             return _Scratch(self._encoder)
 

@@ -6,9 +6,11 @@
 //   pool.finish();                                                // of the first put, which is then forgotten
 #pragma once
 
+#include <algorithm>
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
+#include <exception>
 #include <mutex>
 #include <system_error>
 #include <thread>
@@ -46,13 +48,19 @@ class Pool {
  public:
   Pool(Encoder& encoder, int64_t most_helpers) : encoder_(encoder), most_helpers_(most_helpers), scratch_(encoder) {}
 
-  ~Pool() {
+  ~Pool() { stop(); }
+
+  // Returns when no helper works any more. Jobs that nobody has begun are left to whoever finishes them.
+  void stop() {
+    std::vector<std::thread> ending;  // taken out: two may stop a pool at once
     {
       std::lock_guard lock(mutex_);
       stopped_ = true;
+      most_helpers_ = 0;
+      ending.swap(helpers_);
     }
     wake_.notify_all();
-    for (std::thread& helper : helpers_) helper.join();
+    for (std::thread& helper : ending) helper.join();
   }
 
   // The texts and where the ids go must stay until `finish` has returned them, or the pool is gone.
@@ -65,6 +73,12 @@ class Pool {
       if (int64_t(helpers_.size()) < wanted) add_helper();
     }
     wake_.notify_one();
+  }
+
+  // Whether there is a first job, and it is done.
+  bool ready() {
+    std::lock_guard lock(mutex_);
+    return !jobs_.empty() && jobs_.front().done;
   }
 
   // What became of the first job. The caller works too while it is not done. There must be one.

@@ -177,8 +177,9 @@ class Tokenizer:
         They are the ids of the whole text, wherever it is cut into pieces (but not within a surrogate pair). Only a
         word that has no end is held whole.
         """
-        options = {"allowed_special": allowed_special, "disallowed_special": disallowed_special}
-        return chain.from_iterable(ids.tolist() for ids in self.encode_blocks(pieces, threads=1, **options))
+        _check_pieces(pieces)
+        found = self._stream(pieces, self._masks(allowed_special, disallowed_special), threads=1)
+        return chain.from_iterable(ids.tolist() for ids in found)
 
     def encode_blocks(
         self,
@@ -189,8 +190,7 @@ class Tokenizer:
         threads: int | None = None,
     ) -> Iterator[np.ndarray]:
         """The same in arrays of ids, encoded in several threads: what files of any size are tokenised with."""
-        if isinstance(pieces, str | bytes):
-            raise TypeError("A text comes in pieces here, as the lines of a file do; got one text. Put it into a list.")
+        _check_pieces(pieces)
         found = self._stream(pieces, self._masks(allowed_special, disallowed_special), threads)
         return (ids.copy() for ids in found)
 
@@ -400,6 +400,11 @@ def _as_uint32(ids: Iterable[int]) -> np.ndarray:
         ids = ids.astype(np.int64)  # a uint64 past 2^63 becomes negative, and so none
         ids = np.where((ids >= 0) & (ids < NO_ID), ids, NO_ID)
     return np.ascontiguousarray(ids.reshape(-1), np.uint32)
+
+
+def _check_pieces(pieces: Iterable[str | bytes]) -> None:
+    if isinstance(pieces, str | bytes):
+        raise TypeError("A text comes in pieces here, as the lines of a file do; got one text. Put it into a list.")
 
 
 def _batches(texts: Iterable[bytes]) -> Iterator[Batch]:

@@ -5,7 +5,6 @@
 // miss, and who wants to write one that another is writing lets it be.
 #pragma once
 
-#include <algorithm>
 #include <atomic>
 #include <bit>
 #include <cstdint>
@@ -107,7 +106,7 @@ class WordCache {
     uint64_t words[4] = {key.low, key.high, 0, uint64_t(count) << 32};
     std::memcpy(words + 2, ids, count * sizeof(id_t));
     auto& entries = short_set(key).entries;
-    entries[entries[1].writes() < entries[0].writes()].write(words);  // the older one goes
+    entries[entries[1].writes() < entries[0].writes()].write(words);  // the older one goes, until the numbers wrap
   }
 
   // A word of up to kLongBytes. Its record is its text, its ids, and in the last word its length and how many ids.
