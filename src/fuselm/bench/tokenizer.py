@@ -25,13 +25,14 @@ from fuselm.bench import tokenizer_peers as peers
 from fuselm.bench.report import Row
 from fuselm.bench.tokenizer_peers import Coder
 from fuselm.bench.tokenizer_process import Sample, run_apart, timed
-from fuselm.bench.tokenizer_rows import TASKS, Results, make_row
+from fuselm.bench.tokenizer_rows import ALONE, TASKS, Results, make_row
 from fuselm.files import write_whole
 from fuselm.text.tokenizer import Tokenizer
 
 # tokenizers encodes about 1.5 MB/s in one thread: it gets a tenth of the text, or the bench would be waiting for it.
 SLOW, SLOW_SHARE = "tokenizers", 10
 SMALL_CHARACTERS, SMALL_CALLS = 40, 5000
+THREAD_REPEATS = 3
 TRAINED = "tokenizer.json"
 REPLACEMENT, MOST_REPLACED = "\ufffd", 0.001
 
@@ -65,8 +66,10 @@ class Plan:
         }
 
     def repeats_of(self, task: str) -> int:
-        """A long text is read once: its memory is what is asked for."""
-        return 1 if task == "encode_iterable" else self.repeats
+        """A long text is read once: its memory is what is asked for. Threads are timed often: they are quick."""
+        if task == "encode_iterable":
+            return 1
+        return THREAD_REPEATS * self.repeats if ALONE in TASKS[task] else self.repeats
 
 
 @dataclass(frozen=True)
@@ -203,21 +206,28 @@ def _train(bench: Bench, task: str, names: Sequence[str]) -> None:
 
 def _encode(bench: Bench, task: str, names: Sequence[str]) -> None:
 
-    def prepared(text: str) -> tuple[str | bytes, np.ndarray]:
-        expected = bench.tokenizer.encode_array(text, disallowed_special=())
-        return text.encode() if task.startswith("encode_bytes") else text, expected
+    def prepared(text: str) -> tuple[str, np.ndarray]:
+        return text, bench.tokenizer.encode_array(text, disallowed_special=())
 
     works = _works(bench, names, prepared)
-    calls: dict[str, tuple[int, Callable[[Coder, Any], Any]]] = {
-        "encode": (1, lambda coder, text: coder.encode(text)),
-        "encode_array": (1, lambda coder, text: _arrays(coder)(text, 1)),
-        "encode_threads": (bench.plan.threads, lambda coder, text: _arrays(coder)(text, bench.plan.threads)),
-        # UTF-8 as files have it: making it of a str holds the interpreter's lock, so threads wait for one another.
-        "encode_bytes": (1, lambda coder, data: _arrays(coder)(data, 1)),
-        "encode_bytes_threads": (bench.plan.threads, lambda coder, data: _arrays(coder)(data, bench.plan.threads)),
+    calls: dict[str, Callable[[Coder, Any], Any]] = {
+        "encode": lambda coder, text: coder.encode(text),
+        "encode_array": lambda coder, text: _arrays(coder)(text, 1),
     }
-    threads, call = calls[task]
-    _compared(bench, task, threads, works, call)
+    _compared(bench, task, 1, works, calls[task])
+
+
+def _encode_threads(bench: Bench, task: str, names: Sequence[str]) -> None:
+    """Several threads and one in turn: a machine that is slower for a while is so for both."""
+    # Of bytes, UTF-8 as files have it, because Python makes it of a str in one thread.
+    given = bench.text.encode() if task == "encode_bytes_threads" else bench.text
+    works = _works(bench, names, lambda text: (given, bench.tokenizer.encode_array(text, disallowed_special=())))
+
+    def measure(name: str) -> Sample:
+        threads = 1 if name == ALONE else bench.plan.threads
+        return _sample(bench, task, "fuselm", works[name], lambda coder, text: _arrays(coder)(text, threads))
+
+    _in_turn(bench, task, bench.plan.threads, {name: work.megabytes for name, work in works.items()}, measure)
 
 
 def _arrays(coder: Coder) -> Callable[[Any, int], np.ndarray]:
@@ -282,9 +292,8 @@ _MEASURES: dict[str, Callable[[Bench, str, Sequence[str]], None]] = {
     "train": _train,
     "encode": _encode,
     "encode_array": _encode,
-    "encode_threads": _encode,
-    "encode_bytes": _encode,
-    "encode_bytes_threads": _encode,
+    "encode_threads": _encode_threads,
+    "encode_bytes_threads": _encode_threads,
     "encode_batch": _encode_batch,
     "decode": _decode,
     "encode_iterable": _encode_iterable,
@@ -345,7 +354,8 @@ def _in_turn(
                     words = str(error).strip().partition("\n")[0][:300]
                     bench.results.note(task, name, f"{type(error).__name__}: {words}")
     finally:
-        rows += [make_row(task, name, threads, megabytes[name], some) for name, some in samples.items() if some]
+        counts = {name: 1 if name == ALONE else threads for name in samples}
+        rows += [make_row(task, name, counts[name], megabytes[name], some) for name, some in samples.items() if some]
         bench.results.rows += rows
     return rows
 

@@ -201,7 +201,9 @@ def _print(header: dict[str, Any], results: Results, written: list[Path], ending
 
 def _cells(row: dict[str, Any], figures: dict[str, float]) -> tuple[str, ...]:
     """Few and short enough for 80 columns; the files have the rest."""
-    times = figures.get(f"{row['task']}_{row['impl']}_speedup")
+    from fuselm.bench.tokenizer_rows import speedup_name
+
+    times = figures.get(speedup_name(row["task"], row["impl"]))
     peak = row["peak_rss_mb"]
     return (
         row["task"],
