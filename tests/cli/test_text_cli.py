@@ -79,6 +79,9 @@ def test_show_says_what_it_is_and_how_a_text_is_cut(trained: Path) -> None:
     answer = json.loads(fuselm("tokenizer", "show", trained, "the hen", "--json").stdout)
     assert "".join(token["text"] for token in answer["tokens"]) == "the hen"
     assert answer["kind"] == "bpe"
+    parts = json.loads(fuselm("tokenizer", "show", trained, "é", "--json").stdout)["tokens"]
+    assert b"".join(bytes.fromhex(token["bytes"]) for token in parts) == "é".encode()
+    assert r"b'\xc3'" in fuselm("tokenizer", "show", trained, "é").stdout  # half a character
 
 
 @pytest.mark.parametrize(("to", "name"), [("json", "copy.json"), ("gpt2", "folder"), ("tiktoken", "ranks.tiktoken")])

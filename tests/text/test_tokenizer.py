@@ -324,6 +324,7 @@ def test_empty_and_many_dimensional_arrays_are_decoded() -> None:
         (lambda t: t.encode_bytes(3), "bytes-like object"),
         (lambda t: t.encode_iterable("abc"), "Put it into a list"),
         (lambda t: t.encode_blocks(b"abc"), "Put it into a list"),
+        (lambda t: t.encode_batch("abc"), "Put it into a list, or call `encode`"),
         (lambda t: train_bpe(b"abc", 300), "Put them into a list"),
     ],
 )

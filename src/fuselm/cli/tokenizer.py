@@ -187,7 +187,9 @@ def show(
         longest = sorted(loaded.vocab.values(), key=len, reverse=True)[:8]
         typer.echo("longest tokens: " + " ".join(repr(token.decode("utf-8", "replace")) for token in longest))
     for piece in pieces or []:
-        typer.echo(f"{piece['id']:>8}  {piece['text']!r}")
+        raw = bytes.fromhex(piece["bytes"])
+        shown = piece["text"] if piece["text"].encode() == raw else raw  # part of a character has no other name
+        typer.echo(f"{piece['id']:>8}  {shown!r}")
 
 
 @app.command(help=CONVERT_HELP)
@@ -278,7 +280,8 @@ def _ids(words: list[str] | None) -> list[int]:
 
 def _pieces(tokenizer: Tokenizer, text: str) -> list[dict[str, Any]]:
     ids = tokenizer.encode(text, allowed_special="all")
-    return [{"id": token, "text": tokenizer.token_bytes(token).decode("utf-8", "backslashreplace")} for token in ids]
+    texts = [(token, tokenizer.token_bytes(token)) for token in ids]
+    return [{"id": token, "text": text.decode("utf-8", "replace"), "bytes": text.hex()} for token, text in texts]
 
 
 def _write_npy(path: Path, ids: np.ndarray, vocab_size: int) -> None:

@@ -8,6 +8,7 @@ be made of the whole. Knows neither words nor ids: whoever calls brings `find_cu
 
 from __future__ import annotations
 
+import operator
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -143,6 +144,12 @@ def thread_count(threads: int | None) -> int:
     """How many threads to use; None is one for each core this process may use."""
     if threads is None:
         return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    if threads < 1:
-        raise ValueError(f"The number of threads is at least 1; got {threads}. Leave it out to use every core.")
-    return threads
+    try:
+        count = operator.index(threads)
+    except TypeError:
+        raise TypeError(
+            f"The number of threads is a whole number, or None for one on each core; got {threads!r}."
+        ) from None
+    if count < 1:
+        raise ValueError(f"The number of threads is at least 1; got {count}. Pass None for one on each core.")
+    return count

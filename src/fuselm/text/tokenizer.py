@@ -123,21 +123,26 @@ class Tokenizer:
     # --- encoding ----------------------------------------------------------------------------------------------------
 
     def encode(
-        self, text: str, *, allowed_special: Names = (), disallowed_special: Names = "all", threads: int = 1
+        self, text: str, *, allowed_special: Names = (), disallowed_special: Names = "all", threads: int | None = 1
     ) -> list[int]:
-        """The ids of a text."""
+        """The ids of a text. In several threads, None for one on each core, a long one is encoded sooner."""
         return self._encode_list(text, self._masks(allowed_special, disallowed_special), threads)
 
-    def encode_ordinary(self, text: str, *, threads: int = 1) -> list[int]:
+    def encode_ordinary(self, text: str, *, threads: int | None = 1) -> list[int]:
         """The ids of a text in which special tokens are text like any other."""
         return self._encode_list(text, (None, None), threads)
 
-    def encode_bytes(self, data: bytes, *, threads: int = 1) -> list[int]:
+    def encode_bytes(self, data: bytes, *, threads: int | None = 1) -> list[int]:
         """The ids of any bytes, UTF-8 or not; special tokens are bytes like any other."""
         return self._encode_list(bytes(memoryview(data)), (None, None), threads)
 
     def encode_array(
-        self, text: str | bytes, *, allowed_special: Names = (), disallowed_special: Names = "all", threads: int = 1
+        self,
+        text: str | bytes,
+        *,
+        allowed_special: Names = (),
+        disallowed_special: Names = "all",
+        threads: int | None = 1,
     ) -> np.ndarray:
         """The ids of a text as uint32: no Python object for each, so the fastest way to encode much."""
         masks = self._masks(allowed_special, disallowed_special)
@@ -162,6 +167,8 @@ class Tokenizer:
         threads: int | None = None,
     ) -> list[list[int]]:
         """The ids of each text, encoded in several threads."""
+        if isinstance(texts, str | bytes):
+            raise TypeError("A batch is a list of texts; got one text. Put it into a list, or call `encode`.")
         masks, found = self._masks(allowed_special, disallowed_special), []
         batches = _batches(map(utf8, texts))
         for ids, counts in self._encode_batches(batches, masks, thread_count(threads)):
@@ -214,7 +221,7 @@ class Tokenizer:
         except RefusedSpecial as found:
             raise self._special_error(found) from None
 
-    def _encode_list(self, text: str | bytes, masks: Masks, threads: int) -> list[int]:
+    def _encode_list(self, text: str | bytes, masks: Masks, threads: int | None) -> list[int]:
         if is_short(text) and threads == 1:
             return self._as_list(self._encode_block(utf8(text), masks))
         ids: list[int] = []
