@@ -276,8 +276,8 @@ def test_several_threads_do_work_at_the_same_time() -> None:
 def test_number_of_threads_is_that_of_the_cores_unless_given() -> None:
     assert blocks.thread_count(3) == 3
     assert 1 <= blocks.thread_count(None) <= (os.cpu_count() or 1)
-    for wrong in (0, -2):
-        with pytest.raises(ValueError, match=rf"at least 1; got {wrong}\. Pass None"):
+    for wrong in (0, -2, 100_000):
+        with pytest.raises(ValueError, match=rf"is 1 to 1024; got {wrong}\. Pass None"):
             blocks.thread_count(wrong)
     with pytest.raises(TypeError, match=r"a whole number, or None for one on each core; got 2\.5"):
         blocks.thread_count(2.5)

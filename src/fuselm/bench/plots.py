@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from fuselm.bench.report import Row, shape_text
+from fuselm.bench.tokenizer_rows import ALONE
 from fuselm.files import write_whole
 
 # One colour for each implementation, told apart by the colour-blind too (Okabe and Ito's palette).
 COLOURS = {"fused": "#0072B2", "torch": "#999999", "compile": "#E69F00", "liger": "#009E73", "quack": "#CC79A7"}
-LIBRARY_COLOURS = {"fuselm": "#0072B2", "tiktoken": "#E69F00", "tokenizers": "#009E73", "one thread": "#56B4E9"}
+LIBRARY_COLOURS = {"fuselm": "#0072B2", "tiktoken": "#E69F00", "tokenizers": "#009E73", ALONE: "#56B4E9"}
 
 
 def roofline(rows: Sequence[Row], path: Path, title: str) -> None:

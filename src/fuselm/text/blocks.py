@@ -18,6 +18,7 @@ from typing import BinaryIO, TypeVar
 
 # Long enough that Python is not noticed (2 ms of encoding), short enough to stay in the cache of a core, ids and all.
 BLOCK_BYTES = 1 << 18
+MAX_THREADS = 1024  # each has blocks waiting for it: a slip of the finger must not fill the memory
 
 FindCut = Callable[[bytes, int, int, int], int]
 T = TypeVar("T")
@@ -143,13 +144,14 @@ def in_order(function: Callable[[T], R], items: Iterable[T], threads: int) -> It
 def thread_count(threads: int | None) -> int:
     """How many threads to use; None is one for each core this process may use."""
     if threads is None:
-        return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        return min(cores, MAX_THREADS)
     try:
         count = operator.index(threads)
     except TypeError:
         raise TypeError(
             f"The number of threads is a whole number, or None for one on each core; got {threads!r}."
         ) from None
-    if count < 1:
-        raise ValueError(f"The number of threads is at least 1; got {count}. Pass None for one on each core.")
+    if not 1 <= count <= MAX_THREADS:
+        raise ValueError(f"The number of threads is 1 to {MAX_THREADS}; got {count}. Pass None for one on each core.")
     return count

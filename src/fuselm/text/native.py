@@ -123,8 +123,8 @@ class _Handle:
         if not self.pointer:
             raise MemoryError(f"no memory for a {kind} of the tokenizer")
         self.process = os.getpid()
-        self.end = weakref.finalize(self, _free, kind, self.pointer, self.process, keeps)
-        self.end.atexit = False  # the system takes the memory then, and a daemon thread may still be using it
+        end = weakref.finalize(self, _free, kind, self.pointer, self.process, keeps)
+        end.atexit = False  # the system takes the memory then, and a daemon thread may still be using it
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("A C++ object cannot be copied or sent elsewhere; send the Tokenizer, which builds its own.")
@@ -250,7 +250,9 @@ class _Pool(_Handle):
         self._masks = (allowed, refused)
         self._rooms: list[np.ndarray] = []
         super().__init__("pool", encoder.pointer, threads - 1, keeps=(encoder, self.jobs, self._masks))
-        _pools.add(weakref.ref(self, _pools.discard))
+        # Its threads must have ended before Python takes down what they read. This also holds the pool until it is
+        # stopped: the collector would free one out of a cycle before it closes the generator that uses it.
+        atexit.register(self.stop)
 
     def put(self, data: bytes, ends: np.ndarray) -> None:
         """Have a batch encoded."""
@@ -278,24 +280,14 @@ class _Pool(_Handle):
 
     def stop(self) -> None:
         """Return when the threads have ended. What they have not begun can still be finished."""
-        if self.end.alive and os.getpid() == self.process:  # the collector frees a pool before it closes generators
+        if os.getpid() == self.process:
             library().fuselm_pool_stop(self.pointer)
+        atexit.unregister(self.stop)
 
     def _room_for(self, size: int) -> np.ndarray:
         if self._rooms and len(room := self._rooms.pop()) >= size:
             return room
         return np.empty(-(-size // ROOM_STEP) * ROOM_STEP, np.uint32)  # in steps: one fits the next block too
-
-
-_pools: set[weakref.ref[_Pool]] = set()
-
-
-@atexit.register
-def _stop_pools() -> None:
-    """Before Python takes down what their threads read."""
-    for reference in list(_pools):
-        if pool := reference():
-            pool.stop()
 
 
 class NativeEncoder(_Cutter):
@@ -315,10 +307,11 @@ class NativeEncoder(_Cutter):
     def encode(self, data: bytes, allowed: bytes | None = None, refused: bytes | None = None) -> np.ndarray:
         """The ids of a text; `allowed` and `refused` have a byte for each special, None names none."""
         scratch = self._take()
-        room, address = scratch.room_for(len(data))
-        ids = room[: _done(self._encode(scratch.pointer, data, len(data), allowed, refused, address))].copy()
-        self._idle.append(scratch)
-        return ids
+        try:
+            room, address = scratch.room_for(len(data))
+            return room[: _done(self._encode(scratch.pointer, data, len(data), allowed, refused, address))].copy()
+        finally:
+            self._idle.append(scratch)
 
     def encode_batches(
         self, batches: Iterable[Batch], allowed: bytes | None, refused: bytes | None, threads: int
