@@ -169,11 +169,11 @@ def test_batch_with_a_refused_special_is_refused(trained: Tokenizer) -> None:
 
 def test_number_of_threads_is_at_least_one(trained: Tokenizer, set_block_size) -> None:
     set_block_size(4)
-    with pytest.raises(ValueError, match=r"1 to 1024; got 0"):
+    with pytest.raises(ValueError, match=r"1 to 1024, .*; got 0"):
         trained.encode("a long text", threads=0)
-    with pytest.raises(ValueError, match=r"1 to 1024; got -1"):
+    with pytest.raises(ValueError, match=r"1 to 1024, .*; got -1"):
         trained.encode_batch(["text"], threads=-1)
-    with pytest.raises(ValueError, match=r"1 to 1024; got 0"):
+    with pytest.raises(ValueError, match=r"1 to 1024, .*; got 0"):
         list(trained.encode_blocks(["text"], threads=0))
 
 

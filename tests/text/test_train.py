@@ -322,7 +322,7 @@ def test_progress_tells_bytes_read_and_merges_made(tmp_path: Path, set_block_siz
 
 
 def test_number_of_threads_is_at_least_one() -> None:
-    with pytest.raises(ValueError, match=r"1 to 1024; got 0"):
+    with pytest.raises(ValueError, match=r"1 to 1024, .*; got 0"):
         train_bpe(["some text"], 256, threads=0)
 
 

@@ -146,12 +146,11 @@ def thread_count(threads: int | None) -> int:
     if threads is None:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         return min(cores, MAX_THREADS)
+    rule = f"The number of threads is 1 to {MAX_THREADS}, or None for one on each core; got {threads!r}."
     try:
         count = operator.index(threads)
     except TypeError:
-        raise TypeError(
-            f"The number of threads is a whole number, or None for one on each core; got {threads!r}."
-        ) from None
+        raise TypeError(rule) from None
     if not 1 <= count <= MAX_THREADS:
-        raise ValueError(f"The number of threads is 1 to {MAX_THREADS}; got {count}. Pass None for one on each core.")
+        raise ValueError(rule)
     return count
