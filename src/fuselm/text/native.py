@@ -256,6 +256,7 @@ class _Pool(_Handle):
 
     def put(self, data: bytes, ends: np.ndarray) -> None:
         """Have a batch encoded."""
+        self._refuse_child()
         job = _Job(data, ends, np.empty(len(ends), np.int64), self._room_for(len(data) + 4))
         self.jobs.append(job)
         places = (job.room.ctypes.data, job.counts.ctypes.data)
@@ -263,15 +264,12 @@ class _Pool(_Handle):
 
     def ready(self) -> bool:
         """Whether `finish` would return at once."""
+        self._refuse_child()
         return library().fuselm_pool_ready(self.pointer)
 
     def finish(self) -> tuple[np.ndarray, np.ndarray]:
         """The ids and counts of the first batch that is not finished; the ids stand until the next is put."""
-        if self.threads > 1 and os.getpid() != self.process:
-            raise RuntimeError(
-                "Encoding that was begun in several threads cannot go on in a forked process, which has none of them. "
-                "Begin it there, or with threads=1."
-            )
+        self._refuse_child()
         result = library().fuselm_pool_finish(self.pointer)
         job = self.jobs.popleft()
         if len(job.data) <= KEPT_BYTES:
@@ -283,6 +281,14 @@ class _Pool(_Handle):
         if os.getpid() == self.process:
             library().fuselm_pool_stop(self.pointer)
         atexit.unregister(self.stop)
+
+    def _refuse_child(self) -> None:
+        # Before the C++ side is asked anything: one of its threads may have held the lock when the process forked.
+        if self.threads > 1 and os.getpid() != self.process:
+            raise RuntimeError(
+                "Encoding that was begun in several threads cannot go on in a forked process, which has none of them. "
+                "Begin it there, or with threads=1."
+            )
 
     def _room_for(self, size: int) -> np.ndarray:
         if self._rooms and len(room := self._rooms.pop()) >= size:
