@@ -74,6 +74,14 @@ def test_special_tokens_are_refused_allowed_or_text(trained: Path) -> None:
     assert "299" not in fuselm("tokenizer", "encode", trained, text, "--special", "text").stdout.split()
 
 
+def test_a_refusal_names_the_whole_special_token(corpus: Path, tmp_path: Path) -> None:
+    out = tmp_path / "t.json"
+    fuselm("tokenizer", "train", corpus, "--vocab-size", "300", "--special", "<|Dr. No|>", "--out", out)
+    refused = fuselm("tokenizer", "encode", out, "<|Dr. No|>")
+    assert refused.exit_code == 1
+    assert "special token '<|Dr. No|>', which is refused" in refused.stderr
+
+
 def test_show_says_what_it_is_and_how_a_text_is_cut(trained: Path) -> None:
     assert "special: 299 <|endoftext|>" in fuselm("tokenizer", "show", trained).stdout
     answer = json.loads(fuselm("tokenizer", "show", trained, "the hen", "--json").stdout)

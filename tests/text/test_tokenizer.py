@@ -73,6 +73,8 @@ def test_refused_special_is_named_with_both_remedies(trained: Tokenizer) -> None
         trained.encode(f"one {PAD} two {END}")
     assert f"allowed_special={{{PAD!r}}}" in str(refusal.value)
     assert "disallowed_special=()" in str(refusal.value)
+    sent = pickle.loads(pickle.dumps(refusal.value))  # as a process of a pool does
+    assert (str(sent), sent.token) == (str(refusal.value), PAD)
 
 
 def test_special_allowed_and_refused_at_once_is_refused(trained: Tokenizer) -> None:

@@ -353,7 +353,7 @@ def test_counts_of_many_counters_and_of_growing_tables_are_added_up() -> None:
     assert trainer.merges() == twin.merges()
 
 
-@pytest.mark.parametrize("name", ["text.txt.gz", "lines.jsonl", "folder"])
+@pytest.mark.parametrize("name", ["text.txt.gz", "TEXT.GZ", "lines.jsonl", "folder"])
 def test_what_is_no_plain_text_file_is_refused_with_the_way_to_read_it(tmp_path: Path, name: str) -> None:
     (tmp_path / "folder").mkdir()
     with pytest.raises(ValueError, match=r"one file of plain text; .*open_corpus"):

@@ -262,9 +262,8 @@ def _encode(tokenizer: Tokenizer, text: str | None, file: Path | None, special: 
         try:
             parts = list(tokenizer.encode_blocks(pieces, threads=threads, **options[special]))
         except SpecialTokenError as error:
-            words = str(error).partition(". ")[0]
             remedy = "--special allow makes it one token, --special text encodes it as text."
-            raise ValueError(f"{words}. {remedy}") from None
+            raise SpecialTokenError(error.token, remedy) from None
     return np.concatenate([np.empty(0, np.uint32), *parts])
 
 

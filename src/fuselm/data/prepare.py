@@ -15,12 +15,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from fuselm.data.corpora import SEPARATOR, SPLITS, Corpus, CorpusError
+from fuselm.data.readers import MANIFEST, TOKENIZER
 from fuselm.data.shards import Shard, ShardError, ShardWriter, open_shard
 from fuselm.files import whole_folder, write_whole
 from fuselm.text.bpe import train_bpe
 from fuselm.text.tokenizer import Tokenizer
 
-TOKENIZER, MANIFEST = "tokenizer.json", "prepared.json"
 VOCAB_SIZE = 10_000  # of a tokenizer that is trained, unless somebody says otherwise
 # Split, bytes of documents read, and about how many there are (None: not known).
 Progress = Callable[[str, int, int | None], None]

@@ -32,7 +32,7 @@ from typing import Any, BinaryIO
 from fuselm.text.tokenizer import END_OF_TEXT
 
 SEPARATOR = END_OF_TEXT
-OWN_NAMES = ("tokenizer.json", "prepared.json")
+TOKENIZER, MANIFEST = "tokenizer.json", "prepared.json"  # what prepare.py writes beside the tokens
 TEXT_FIELD = "text"
 CHUNK = 1 << 20  # bytes read at once
 SNIFF = 8192  # bytes by which a file is known as text
@@ -75,7 +75,7 @@ def text_files(folder: Path) -> list[Path]:
     found: list[Path] = []
     for parent, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if not name.startswith(".")]
-        paths = (Path(parent, name) for name in names if not name.startswith(".") and name not in OWN_NAMES)
+        paths = (Path(parent, name) for name in names if not name.startswith(".") and name not in (TOKENIZER, MANIFEST))
         # is_file: a broken link or a socket is no file
         found += [path for path in paths if path.is_file() and (_kind(path) != "text" or _starts_as_text(path))]
     return sorted(found, key=lambda path: path.relative_to(folder).as_posix())

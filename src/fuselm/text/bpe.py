@@ -117,7 +117,7 @@ def train_bpe(
 def _check_source(source: str | Path | Iterable[str | bytes]) -> None:
     if isinstance(source, bytes):
         raise TypeError("A tokenizer is trained on a file or on documents; got bytes. Put them into a list.")
-    if isinstance(source, str | Path) and (Path(source).is_dir() or Path(source).suffix in NOT_PLAIN):
+    if isinstance(source, str | Path) and (Path(source).is_dir() or Path(source).suffix.lower() in NOT_PLAIN):
         raise ValueError(
             f"train_bpe reads one file of plain text; {source} is not. Give it documents instead: "
             'fuselm.data.open_corpus(path).documents("train") reads folders, .jsonl, .parquet and compressed files.'

@@ -39,6 +39,14 @@ Masks = tuple[bytes | None, bytes | None]  # a byte for each special: is it allo
 class SpecialTokenError(ValueError):
     """A text contains a special token that was neither allowed nor said to be text."""
 
+    def __init__(self, token: str, remedy: str) -> None:
+        super().__init__(token, remedy)  # both: what another process sends is made anew of them
+        self.token, self.remedy = token, remedy
+
+    def __str__(self) -> str:
+        rule = "which is refused unless the caller says what it means."
+        return f"The text contains the special token {self.token!r}, {rule} {self.remedy}"
+
 
 class Tokenizer:
     """A vocabulary with its merges and special tokens. It never changes; any number of threads may use one."""
@@ -260,11 +268,8 @@ class Tokenizer:
 
     def _special_error(self, found: RefusedSpecial) -> SpecialTokenError:
         name = list(self.special_tokens)[found.index]
-        return SpecialTokenError(
-            f"The text contains the special token {name!r}, which is refused unless the caller says what it means. "
-            f"Pass allowed_special={{{name!r}}} to encode it as one token, or disallowed_special=() to encode it "
-            "as ordinary text."
-        )
+        remedy = f"Pass allowed_special={{{name!r}}} to encode it as one token, or disallowed_special=() to encode it "
+        return SpecialTokenError(name, remedy + "as ordinary text.")
 
     @property
     def end_of_text(self) -> int | None:
