@@ -53,7 +53,7 @@ TABLE = {
     "nn": rule("ops", "torch"),
     "optim": rule("ops", "torch"),
     "hf": rule("ops nn", "torch transformers"),
-    "torchlm": Rule(BASICS | {"ops", "nn", "optim"}, frozenset({"torch", "rich", "tensorboard", "wandb"})),
+    "torchlm": Rule(BASICS | {"ops", "nn", "optim", "files"}, frozenset({"torch", "numpy", "tensorboard", "wandb"})),
     "kernels/jax_ops": rule("kernels", "jax numpy"),
     "jax": rule("kernels kernels/jax_ops", "jax"),
     "jaxlm": Rule(BASICS | {"kernels", "jax"}, frozenset({"jax"})),

@@ -78,6 +78,15 @@ def whole_folder(folder: Path, *, last: str) -> Iterator[Path]:
                 folder.rmdir()
 
 
+def sync_folder(folder: Path) -> None:
+    """Put the names in a folder on the disk, which a file's own fsync does not."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
 def partial_path(path: Path) -> Path:
     """Where something is written until it is whole: beside `path`, so that the rename stays on one file system.
 

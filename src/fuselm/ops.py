@@ -1,9 +1,14 @@
-"""The ops for PyTorch: `fuselm.ops.<op>`, each found in kernels/torch_ops/<op>.py the first time it is asked for.
+"""The ops for PyTorch: `fuselm.ops.<op>`, each found in kernels/torch_ops the first time it is asked for.
+
+An op with a file of its own there has, or is to have, a kernel; those in plain.py have their final name and signature,
+and plain torch behind it. `choose` picks an implementation for each op.
 
 Use:
 
     from fuselm import ops
     y = ops.rms_norm(x, weight, eps=1e-6)
+    chosen = ops.choose("auto", {"softmax": "torch"})
+    y = chosen.rms_norm(x, weight, eps=1e-6)
 """
 
 from __future__ import annotations
@@ -12,15 +17,15 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-from fuselm.kernels.spec import op_names
+from fuselm.kernels.torch_ops.choose import Ops, choose, home, torch_op_names
 
-__all__ = op_names()
+__all__ = ["Ops", "choose", *torch_op_names()]
 
 
 def __getattr__(name: str) -> Callable[..., Any]:
     if name not in __all__:
-        raise AttributeError(f"fuselm.ops has no op {name!r}; it has {', '.join(__all__)}.")
-    op: Callable[..., Any] = getattr(importlib.import_module(f"fuselm.kernels.torch_ops.{name}"), name)
+        raise AttributeError(f"fuselm.ops has no op {name!r}; it has {', '.join(__all__[2:])}.")
+    op: Callable[..., Any] = getattr(importlib.import_module(home(name)), name)
     globals()[name] = op
     return op
 

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from fuselm import __version__
-from fuselm.cli import bench, build, data, doctor, tokenizer
+from fuselm.cli import bench, build, data, doctor, plot, tokenizer, train
 
 app = typer.Typer(
     name="fuselm",
@@ -42,6 +42,8 @@ app.add_typer(data.app, name="data")
 app.add_typer(tokenizer.app, name="tokenizer")
 app.command(name="build")(build.build)
 app.command(name="doctor")(doctor.doctor)
+app.command(name="train", help=train.HELP)(train.train)
+app.command(name="plot", help=plot.PLOT_HELP)(plot.plot)
 
 
 def main() -> None:

@@ -50,7 +50,8 @@ __all__ = [
 
 SPLITS = ("train", "valid")
 STORIES = "stories"
-STORIES_BYTES = {"train": 20_000_000, "valid": 1_000_000}
+STORIES_BYTES = 20_000_000  # for training, unless a limit says otherwise
+STORIES_VALID = 20  # for validation, one byte for so many of those
 VALID_EVERY = 20
 TRAIN_SHARE = 0.9
 # Folders that come split: train.txt, train.jsonl.gz, train-00000-of-00004.parquet; valid or validation likewise.
@@ -430,13 +431,14 @@ def open_corpus(
     """The corpus of that name, or of the file or folder at that path (`./stories` for one that has a corpus's name).
 
     `seed` chooses among the endless `stories` and is nothing to the others. `limit_bytes` is the most that each split
-    gives; `stories`, which would never end, give 20 MB for training and 1 MB for validation unless it says otherwise.
+    gives; `stories`, which would never end, give 20 MB for training unless it says otherwise, and a twentieth of that for
+    validation.
     `on_progress` is told of downloads: bytes there, bytes in all.
     """
     limits = _limits(limit_bytes)
     if name_or_path == STORIES:
-        train = limits["train"] or STORIES_BYTES["train"]
-        return Corpus(STORIES, _Stories(seed), {"train": train, "valid": min(train, STORIES_BYTES["valid"])})
+        train = limits["train"] or STORIES_BYTES
+        return Corpus(STORIES, _Stories(seed), {"train": train, "valid": max(1, train // STORIES_VALID)})
     if isinstance(name_or_path, str) and name_or_path in SPECS:
         return open_spec(SPECS[name_or_path], limit_bytes=limit_bytes, on_progress=on_progress)
     path = Path(name_or_path).expanduser()

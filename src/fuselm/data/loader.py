@@ -91,10 +91,14 @@ class Loader(Iterator[Batch]):
 
     def __next__(self) -> Batch:
         batch = _read(self._tokens, self._next_starts(), self.context)
-        self._step += 1  # only now: a read that failed is tried again
-        if self._step == self.steps_per_epoch:
-            self._epoch, self._step = self._epoch + 1, 0
+        self._advance()  # only now: a read that failed is tried again
         return batch
+
+    def next_starts(self) -> np.ndarray:
+        """Where the rows of the next batch start, [B]: for whoever holds the tokens elsewhere, as on a GPU."""
+        starts = self._next_starts()
+        self._advance()
+        return starts
 
     def state(self) -> dict[str, int]:
         """Where the next batch stands: give it to a new Loader, on every rank, to go on from there."""
@@ -108,6 +112,11 @@ class Loader(Iterator[Batch]):
         """
         _check_place(epoch, 0, self.global_batch_size, self.steps_per_epoch)
         return self._starts(epoch, 0, self.steps_per_epoch)
+
+    def _advance(self) -> None:
+        self._step += 1
+        if self._step == self.steps_per_epoch:
+            self._epoch, self._step = self._epoch + 1, 0
 
     def _next_starts(self) -> np.ndarray:
         ahead = self._ahead

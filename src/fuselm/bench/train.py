@@ -1,0 +1,210 @@
+"""How fast models train on a GPU, beside a plain PyTorch model; and whether a resumed run is the same run.
+
+Every row is measured in a process of its own: the first step is then a first step. Rows go into gpu/train.json, from
+which the README's table is made (readme.py). The training path is the real one (torchlm/train.py) on random tokens.
+
+    python -m fuselm.bench.train --out gpu/train.json
+    python -m fuselm.bench.train --row tinystories ours compile       # one row, as JSON
+    python -m fuselm.bench.train --resume-check
+
+`plain` is plain_model.py with torch's fused AdamW; it neither clips gradients nor checks them, ours does both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from fuselm.files import write_whole
+
+PRESETS = ("tinystories", "gpt-124m")
+ROWS = (
+    ("plain", "compile"),
+    ("ours", "eager"),
+    ("ours", "compile"),
+    ("ours", "eager deterministic"),
+    ("ours", "compile deterministic"),
+)
+STEPS = {"tinystories": 60, "gpt-124m": 25}
+WARM_UP = 5
+CHECK_STEPS = 40
+Row = dict[str, Any]
+
+
+def plain_row(preset_name: str) -> Row:
+    """The yardstick: plain PyTorch under torch.compile."""
+    import torch
+
+    from fuselm.bench.plain_model import PlainModel
+    from fuselm.config import preset
+
+    begin = time.monotonic()
+    chosen = preset(preset_name)
+    config, batch = chosen.model(int(chosen.tokens)), chosen.train().batch_size
+    ids = torch.randint(0, config.vocab_size, (4, batch, config.context + 1), device="cuda")
+    model = PlainModel(config).to("cuda")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1, fused=True)
+    loss_of = torch.compile(model)
+
+    def step(number: int) -> None:
+        rows = ids[number % 4]
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = loss_of(rows[:, :-1].contiguous(), rows[:, 1:].contiguous())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return _timed(step, STEPS[preset_name], batch * config.context, begin)
+
+
+def our_row(preset_name: str, mode: str, folder: Path) -> Row:
+    """The trainer itself, as `fuselm train` runs it."""
+    begin = time.monotonic()
+    trainer = _trainer(
+        preset_name, folder, "torch" if "torch" in mode else "auto", compile="compile" in mode,
+        deterministic="deterministic" in mode,
+    )  # fmt: skip
+    from fuselm.torchlm.precision import attention_backends
+
+    with attention_backends("deterministic" in mode):
+        row = _timed(lambda number: trainer.advance(), STEPS[preset_name], trainer.tokens_per_step, begin)
+    return {**row, "micro_batch": trainer.micro_batch, "ops": trainer.model.ops.impls["rms_norm"]}
+
+
+def _timed(step: Any, steps: int, tokens: int, begin: float) -> Row:
+    import torch
+
+    step(0)
+    torch.cuda.synchronize()
+    first = time.monotonic() - begin
+    for number in range(WARM_UP):
+        step(number)
+    torch.cuda.synchronize()
+    start = time.monotonic()
+    for number in range(steps):
+        step(number)
+    torch.cuda.synchronize()
+    seconds = (time.monotonic() - start) / steps
+    return {
+        "tokens_per_step": tokens,
+        "tokens_per_second": round(tokens / seconds),
+        "step_ms": round(1e3 * seconds, 3),
+        "first_step_s": round(first, 2),
+        "peak_memory_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
+    }
+
+
+def _trainer(preset_name: str, folder: Path, impl: str = "auto", **training: Any) -> Any:
+    """A trainer of a preset on random tokens."""
+    import numpy as np
+
+    from fuselm.checkpoint import create
+    from fuselm.config import preset
+    from fuselm.data import open_shard
+    from fuselm.text import Tokenizer
+    from fuselm.torchlm.train import Trainer
+
+    chosen = preset(preset_name)
+    config = chosen.model(int(chosen.tokens), impl=impl)
+    tokens = np.random.default_rng(0).integers(0, config.vocab_size, 4_000_000, dtype=np.uint16)
+    folder.mkdir(parents=True, exist_ok=True)
+    np.save(folder / "tokens.npy", tokens)
+    shard = open_shard(folder / "tokens.npy")
+    run = create(
+        folder / "run", model=config, train=chosen.train(**training), data={}, tokenizer=Tokenizer.characters("ab")
+    )
+    return Trainer(run, {"train": shard, "valid": shard}, device="cuda")
+
+
+# --- resuming --------------------------------------------------------------------------------------------------------
+
+
+def weights_after(folder: Path, steps: int) -> str:
+    """Go on to a step, save, and give a digest of weights and averages; a process of its own each time."""
+    trainer = _trainer("tinystories", folder, deterministic=True, compile=False)
+    from fuselm.torchlm.precision import attention_backends
+    from fuselm.torchlm.state import snapshot
+
+    with attention_backends(True):
+        while trainer.progress.step < steps:
+            trainer.advance()
+        trainer.save()
+    weights, optimizer, _ = snapshot(trainer)
+    digest = hashlib.sha256()
+    for name, array in sorted({**weights, **optimizer}.items()):
+        digest.update(name.encode() + array.tobytes())
+    return digest.hexdigest()
+
+
+def resume_check(folder: Path) -> Row:
+    """The same run three times: whole, again, and stopped half-way and resumed in another process."""
+
+    def child(name: str, steps: int) -> str:
+        found: str = _child("--weights-after", str(folder / name), str(steps))["sha256"]
+        return found
+
+    whole, again = child("whole", CHECK_STEPS), child("again", CHECK_STEPS)
+    child("resumed", CHECK_STEPS // 2)
+    resumed = child("resumed", CHECK_STEPS)
+    return {"steps": CHECK_STEPS, "sha256": whole, "again_equal": whole == again, "resumed_equal": whole == resumed}
+
+
+# --- the record ------------------------------------------------------------------------------------------------------
+
+
+def _child(*arguments: str) -> Row:
+    """A row from a process of its own: its last line of output."""
+    command = [sys.executable, "-m", "fuselm.bench.train", *arguments]
+    begin = time.monotonic()
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr[-3000:]}")
+    found: Row = json.loads(done.stdout.strip().splitlines()[-1])
+    return {**found, "process_s": round(time.monotonic() - begin, 1)}
+
+
+def record(out: Path, presets: Sequence[str]) -> None:
+    """Measure everything and write the file; what other tools put into it stays."""
+    from fuselm.bench import machine
+
+    rows = []
+    for name in presets:
+        for who, mode in ROWS:
+            row = {"preset": name, "model": who, "mode": mode, **_child("--row", name, who, mode)}
+            print(json.dumps(row), flush=True)
+            rows.append(row)
+    with tempfile.TemporaryDirectory() as folder:
+        resumed = resume_check(Path(folder))
+    print(json.dumps(resumed), flush=True)
+    old = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {}
+    write_whole(out, json.dumps({**old, **machine.describe("cuda"), "rows": rows, "resume": resumed}, indent=1) + "\n")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure; needs a CUDA device."""
+    parser = argparse.ArgumentParser(prog="python -m fuselm.bench.train", description=__doc__.partition("\n")[0])
+    parser.add_argument("--out", type=Path, default=Path("gpu/train.json"))
+    parser.add_argument("--presets", nargs="*", default=PRESETS)
+    parser.add_argument("--row", nargs=3, metavar=("PRESET", "WHO", "MODE"))
+    parser.add_argument("--weights-after", nargs=2, metavar=("FOLDER", "STEPS"))
+    given = parser.parse_args(arguments)
+    if given.row:
+        name, who, mode = given.row
+        with tempfile.TemporaryDirectory() as folder:
+            print(json.dumps(plain_row(name) if who == "plain" else our_row(name, mode, Path(folder))))
+    elif given.weights_after:
+        print(json.dumps({"sha256": weights_after(Path(given.weights_after[0]), int(given.weights_after[1]))}))
+    else:
+        record(given.out, given.presets)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,193 @@
+"""`fuselm train`: from a corpus to a trained model in one command. Reads the command line and wires rooms together.
+
+fuselm train --preset demo
+fuselm train book.txt --preset tiny --steps 500 --out runs/book
+fuselm train --resume runs/book
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from fuselm.cli.errors import told
+from fuselm.cli.train_end import finish, list_presets
+from fuselm.cli.train_plan import check_room, make_plan, open_data, open_or_make
+from fuselm.cli.train_show import shown
+
+if TYPE_CHECKING:
+    from fuselm.checkpoint import Run
+    from fuselm.data.shards import Shard
+    from fuselm.torchlm.train import Trainer
+
+HELP = """Train a model on a corpus: tokenise, train, evaluate, sample, and keep everything in one folder.
+
+CORPUS is a name (stories, tinyshakespeare, wizard-of-oz, tinystories), a path with text, or a folder that `fuselm data
+prepare` made; left out, it is the one that the preset was made for. A preset is a model and a way to train it, see
+--list; --set changes any field of either.
+
+The run folder gets config.json, tokenizer.json, weights as safetensors (the last and the best), log.jsonl, curve.png and
+report.md. Ctrl-C saves and stops; the same command, or --resume, goes on exactly where it was.
+
+Examples:
+
+  fuselm train --preset demo
+
+  fuselm train book.txt --preset tiny --steps 500 --out runs/book
+
+  fuselm train tinystories --preset tinystories --compile --set learning_rate=0.004 --set dropout=0.1
+
+  fuselm train --resume runs/book
+"""
+
+DEFAULT_PRESET = "demo"
+
+
+def train(
+    corpus: Annotated[
+        str | None, typer.Argument(help="Name or path; default: the preset's.", show_default=False)
+    ] = None,
+    preset: Annotated[str | None, typer.Option(help="Model and training; see --list.", show_default="demo")] = None,
+    out: Annotated[Path | None, typer.Option(help="Run folder.", show_default="runs/PRESET")] = None,
+    resume: Annotated[Path | None, typer.Option(help="Go on with the run in this folder.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Steps of training.")] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Rows of a step.")] = None,
+    micro_batch: Annotated[int | None, typer.Option(help="Rows at once; default: what fits the memory.")] = None,
+    context: Annotated[int | None, typer.Option(help="Tokens of a row.")] = None,
+    learning_rate: Annotated[float | None, typer.Option("--learning-rate", "--lr", help="At its peak.")] = None,
+    precision: Annotated[str | None, typer.Option(help="auto, fp32, bf16 or fp16.")] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:1.")] = "auto",
+    impl: Annotated[str | None, typer.Option(help="Ops: auto, fused or torch.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Of weights, order and dropout.")] = None,
+    compiled: Annotated[bool | None, typer.Option("--compile/--no-compile", help="Use torch.compile.")] = None,
+    deterministic: Annotated[
+        bool | None, typer.Option("--deterministic/--no-deterministic", help="The same bits again, on a GPU too.")
+    ] = None,
+    settings: Annotated[list[str] | None, typer.Option("--set", help="name=value, of any field; repeat it.")] = None,
+    tokenizer: Annotated[Path | None, typer.Option(help="A tokenizer of any format; else one is made.")] = None,
+    limit_mb: Annotated[float | None, typer.Option(help="Use at most this many megabytes of text.")] = None,
+    samples: Annotated[int, typer.Option(help="Texts to sample from the best weights at the end.")] = 1,
+    log_csv: Annotated[Path | None, typer.Option(help="Also write the numbers as CSV.")] = None,
+    tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Also write RUN/tensorboard.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Begin anew in a folder that holds a run.")] = False,
+    presets: Annotated[bool, typer.Option("--list", help="List the presets and leave.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end.")] = False,
+) -> None:
+    """Train; the help text is HELP."""
+    if presets:
+        list_presets(as_json)
+        return
+    changes: dict[str, Any] = {
+        "steps": steps, "batch_size": batch_size, "micro_batch": micro_batch, "context": context, "seed": seed,
+        "learning_rate": learning_rate, "precision": precision, "impl": impl, "compile": compiled,
+        "deterministic": deterministic,
+    }  # fmt: skip
+    with told():
+        if samples < 0:
+            raise ValueError(f"--samples is 0 or more; got {samples}.")
+        if resume is not None:
+            given = {"CORPUS": corpus, "--preset": preset, "--out": out, "--tokenizer": tokenizer, **changes}
+            run, shards = _resumed(resume, {**given, "--set": settings, "--limit-mb": limit_mb})
+        else:
+            name = preset or DEFAULT_PRESET
+            plan = make_plan(name, corpus, out, changes, settings or [], tokenizer, limit_mb, overwrite)
+            _check_device(device, plan.train.precision)
+            run, shards = open_or_make(plan)
+        check_room(run)
+        trainer = _trained(run, shards, device, log_csv, tensorboard)
+        command = shlex.join(["fuselm", *sys.argv[1:]])
+        result = finish(trainer, samples, command)
+    if as_json:
+        typer.echo(json.dumps(result))
+
+
+def _resumed(folder: Path, given: dict[str, Any]) -> tuple[Run, dict[str, Shard]]:
+    from fuselm.checkpoint import open_run
+
+    if wrong := [name for name, value in given.items() if value is not None]:
+        names = ", ".join(name if name[0] in "-C" else f"--{name.replace('_', '-')}" for name in wrong)
+        raise ValueError(f"--resume goes on with the config in the folder; got {names} as well. Leave that out.")
+    run = open_run(folder)
+    if run.train is None:
+        raise ValueError(f"{folder} holds weights without a training config. Begin a new run.")
+    return run, open_data(run)
+
+
+def _check_device(device: str, precision: str) -> None:
+    """Before the corpus is read."""
+    from fuselm.torchlm.precision import pick_device, pick_precision
+
+    pick_precision(precision, pick_device(device))
+
+
+def _trained(run: Run, shards: dict[str, Shard], device: str, log_csv: Path | None, tensorboard: bool) -> Trainer:
+    """Train to the end, with everything that listens; Ctrl-C saves and leaves."""
+    from fuselm import cost
+    from fuselm.torchlm.log import LOG, CsvLines, JsonLines, TensorBoard
+    from fuselm.torchlm.train import Interrupted, Trainer, TrainingFailed
+
+    trainer = Trainer(run, shards, device=device)
+    begun = trainer.progress.step
+    typer.echo(_opening(trainer, cost.describe(run.model)), err=True)
+    logs: list[Any] = [JsonLines(run.folder / LOG, keep_until=begun)]
+    logs += [CsvLines(log_csv, run.folder / LOG)] if log_csv is not None else []
+    logs += [TensorBoard(run.folder / "tensorboard", begun)] if tensorboard else []
+    try:
+        with shown(trainer.config.steps, begun) as (show, evaluating), _stopped_by_signals(trainer):
+            trainer.listeners += [*logs, show]
+            trainer.on_evaluation = evaluating
+            trainer.train()
+    except Interrupted:
+        typer.echo(f"stopped at step {trainer.progress.step}; everything is saved", err=True)
+        typer.echo(f"go on with: fuselm train --resume {shlex.quote(str(run.folder))}", err=True)
+        raise typer.Exit(130) from None
+    except TrainingFailed as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(1) from None
+    finally:
+        for log in logs:
+            log.close()
+    return trainer
+
+
+def _opening(trainer: Trainer, description: str) -> str:
+    config, step = trainer.config, trainer.progress.step
+    where = str(trainer.device)
+    if trainer.device.type == "cuda":
+        import torch
+
+        where = torch.cuda.get_device_name(trainer.device)
+    held = ", the corpus in its memory" if trainer.feed.resident else ""
+    parts = config.batch_size // trainer.micro_batch
+    batch = f"{config.batch_size} rows of {trainer.run.model.context} tokens a step"
+    batch += f", {trainer.micro_batch} at a time" if parts > 1 else ""
+    begin = f"going on from step {step} of {config.steps}" if step else f"{config.steps} steps"
+    return f"{description}\n{where}{held}, {trainer.precision}; {begin}, {batch}"
+
+
+@contextmanager
+def _stopped_by_signals(trainer: Trainer) -> Iterator[None]:
+    """The first SIGINT or SIGTERM asks the run to save and stop, a second one does not ask."""
+
+    def handle(number: int, frame: Any) -> None:
+        trainer.stop()
+        typer.echo("\nstopping after this step; once more to leave without saving", err=True)
+        for name in previous:
+            signal.signal(name, previous[name])
+
+    previous = {name: signal.getsignal(name) for name in (signal.SIGINT, signal.SIGTERM)}
+    for name in previous:
+        signal.signal(name, handle)
+    try:
+        yield
+    finally:
+        for name, handler in previous.items():
+            signal.signal(name, handler)

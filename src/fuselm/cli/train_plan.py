@@ -1,0 +1,191 @@
+"""What `fuselm train` is asked to do, worked out before any time is spent: config, data, run folder.
+
+Everything that can be refused is refused here, the cheapest first.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from fuselm.cli.data import make_tokenizer, open_named
+from fuselm.cli.progress import bar, under
+from fuselm.cli.tokenizer import UNITS, load
+
+if TYPE_CHECKING:
+    from fuselm.checkpoint import Run
+    from fuselm.config import Preset, TrainConfig
+    from fuselm.data.shards import Shard
+    from fuselm.text.tokenizer import Tokenizer
+
+BYTES_PER_PARAMETER = 28  # on the disk: weights and two averages, twice while one replaces the other, and the best's
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A run that was asked for."""
+
+    preset_name: str
+    preset: Preset
+    corpus: str
+    out: Path
+    model_changes: dict[str, Any]
+    train: TrainConfig
+    tokenizer: Path | None
+    limit_mb: float | None
+    overwrite: bool
+
+    @property
+    def prepared(self) -> Path | None:
+        """The corpus, where it is one that `fuselm data prepare` made."""
+        from fuselm.data.readers import MANIFEST
+
+        return Path(self.corpus) if (Path(self.corpus) / MANIFEST).is_file() else None
+
+    def request(self) -> dict[str, Any]:
+        """What of the data was asked for: another request is another run."""
+        if self.prepared is not None:
+            return {"preset": self.preset_name, "corpus": self.corpus}
+        tokens = self.preset.tokens if self.tokenizer is None else load(self.tokenizer).fingerprint
+        return {"preset": self.preset_name, "corpus": self.corpus, "tokens": tokens, "limit_mb": self.limit_mb}
+
+
+def make_plan(
+    preset_name: str,
+    corpus: str | None,
+    out: Path | None,
+    changes: dict[str, Any],
+    settings: list[str],
+    tokenizer: Path | None,
+    limit_mb: float | None,
+    overwrite: bool,
+) -> Plan:
+    """Put preset and options together; every rule about sizes is checked here, whatever the vocabulary will be."""
+    from fuselm.config import ModelConfig, TrainConfig, preset
+
+    chosen = preset(preset_name)
+    changes = {name: value for name, value in changes.items() if value is not None} | _parsed(settings)
+    shape = {name: value for name, value in changes.items() if name in ModelConfig.__dataclass_fields__}
+    training = {name: value for name, value in changes.items() if name in TrainConfig.__dataclass_fields__}
+    train = chosen.train(**_fitted(chosen, training))
+    plan = Plan(
+        preset_name,
+        chosen,
+        corpus or chosen.corpus,
+        out or Path("runs") / preset_name,
+        shape,
+        train,
+        tokenizer,
+        chosen.limit_mb if limit_mb is None and corpus in (None, chosen.corpus) else limit_mb,
+        overwrite,
+    )
+    if plan.prepared is not None and (tokenizer is not None or limit_mb is not None):
+        raise ValueError(f"{corpus} is tokenised already; --tokenizer and --limit-mb come too late. Leave them out.")
+    chosen.model(256, **shape)
+    return plan
+
+
+def _parsed(settings: list[str]) -> dict[str, Any]:
+    """--set name=value, of either config."""
+    from fuselm.config import ModelConfig, TrainConfig, parsed
+
+    found = {}
+    for setting in settings:
+        name, equals, text = setting.partition("=")
+        if not equals:
+            raise ValueError(f"--set takes name=value; got {setting!r}.")
+        if name == "vocab_size":
+            raise ValueError("vocab_size comes from the tokenizer. Give --tokenizer, or a corpus prepared with one.")
+        kind: Any = TrainConfig if name in TrainConfig.__dataclass_fields__ else ModelConfig
+        found[name] = parsed(kind, name, text)
+    return found
+
+
+def _fitted(chosen: Preset, training: dict[str, Any]) -> dict[str, Any]:
+    """A run much shorter than the preset's keeps the preset's warm-up in proportion, unless one was asked for."""
+    from fuselm.config import TrainConfig
+
+    whole = TrainConfig(**chosen.training)
+    steps = training.get("steps")
+    if isinstance(steps, int) and 0 < steps < whole.steps and "warmup" not in training:
+        return training | {"warmup": min(whole.warmup, max(1, whole.warmup * steps // whole.steps))}
+    return training
+
+
+# --- the run folder and its data -------------------------------------------------------------------------------------
+
+
+def open_or_make(plan: Plan) -> tuple[Run, dict[str, Shard]]:
+    """The run that was asked for, new or begun before, and its token files."""
+    from fuselm import checkpoint
+
+    if (plan.out / checkpoint.CONFIG).is_file() and not plan.overwrite:
+        there = checkpoint.open_run(plan.out)
+        model = plan.preset.model(there.model.vocab_size, **plan.model_changes)
+        data = {**there.data, **plan.request()}
+        run = checkpoint.create(plan.out, model=model, train=plan.train, data=data, tokenizer=None)  # refuses another
+        return run, open_data(run)
+    checkpoint.check_writable(plan.out)
+    folder = plan.prepared or plan.out / checkpoint.DATA
+    tokenizer = _prepare(plan, folder)
+    from fuselm.data import open_prepared
+
+    shards = open_prepared(folder)
+    model = plan.preset.model(tokenizer.vocab_size, **plan.model_changes)
+    data = {**plan.request(), "folder": None if plan.prepared is None else str(folder), **_found(shards)}
+    run = checkpoint.create(
+        plan.out, model=model, train=plan.train, data=data, tokenizer=tokenizer, overwrite=plan.overwrite
+    )
+    return run, shards
+
+
+def open_data(run: Run) -> dict[str, Shard]:
+    """The token files of a run: its own, or the prepared folder it was begun with, unchanged since."""
+    from fuselm.checkpoint import DATA
+    from fuselm.data import open_prepared
+
+    folder = Path(run.data["folder"]) if run.data.get("folder") else run.folder / DATA
+    shards = open_prepared(folder)
+    for name, value in _found(shards).items():
+        if run.data.get(name) != value:
+            raise ValueError(f"A run keeps its data; {folder} has changed since it began ({name}). Begin a new run.")
+    return shards
+
+
+def check_room(run: Run) -> None:
+    """Refuse a disk on which the checkpoints will not fit."""
+    from fuselm import cost
+
+    run.check_writable(BYTES_PER_PARAMETER * cost.parameters(run.model).total)
+
+
+def _prepare(plan: Plan, folder: Path) -> Tokenizer:
+    """Tokenise the corpus unless that was done before; the tokenizer it has."""
+    from fuselm.data import prepare as preparing
+    from fuselm.data.readers import TOKENIZER
+    from fuselm.text.tokenizer import Tokenizer
+
+    if plan.prepared is not None:
+        return Tokenizer.load(folder / TOKENIZER)
+    tokens = plan.preset.tokens
+    with bar(UNITS) as step:
+        source = open_named(plan.corpus, plan.limit_mb, step)
+        typer.echo(source.describe(), err=True)
+        if plan.tokenizer is not None:
+            chosen = load(plan.tokenizer)
+        else:
+            size = None if isinstance(tokens, str) else tokens
+            chosen = make_tokenizer(source, size, size is None, [], None, under("tokenizer", step))
+        preparing.prepare(source, chosen, folder, on_progress=under("tokenising", step))
+    return chosen
+
+
+def _found(shards: dict[str, Shard]) -> dict[str, Any]:
+    facts: dict[str, Any] = {}
+    for split, shard in shards.items():
+        facts[f"{split}_tokens"] = shard.header.num_tokens
+        facts[f"{split}_sha256"] = shard.header.sha256
+    return facts

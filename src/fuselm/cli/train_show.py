@@ -1,0 +1,88 @@
+"""What `fuselm train` shows while it runs, on stderr: a bar with loss, speed and time left; a line for what happens.
+
+On a terminal the bar stays at the bottom and lines pass above it; in a log there is a line every few seconds instead.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import typer
+
+SECONDS_BETWEEN_LINES = 5.0
+Listener = Callable[[Mapping[str, Any]], None]
+
+
+@contextmanager
+def shown(steps: int, first: int) -> Iterator[tuple[Listener, Callable[[int, int], None]]]:
+    """A listener for the records of a run of so many steps, and one for evaluations under way."""
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield _Lines(steps), lambda done, total: None
+        return
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(bar_width=None),
+        TextColumn("{task.completed}/{task.total}"),
+        TextColumn("{task.fields[facts]}", markup=False),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("training", total=steps, completed=first, facts="")
+
+        def listen(record: Mapping[str, Any]) -> None:
+            if record["kind"] == "step":
+                progress.update(task, completed=record["step"], description="training", facts=facts(record))
+            if line := sentence(record):
+                console.print(line, markup=False, highlight=False)
+
+        def evaluating(done: int, total: int) -> None:
+            progress.update(task, description=f"evaluating {100 * done // total} %")
+
+        yield listen, evaluating
+
+
+class _Lines:
+    """For logs and pipes."""
+
+    def __init__(self, steps: int) -> None:
+        self.steps, self.told = steps, time.monotonic() - SECONDS_BETWEEN_LINES
+
+    def __call__(self, record: Mapping[str, Any]) -> None:
+        now = time.monotonic()
+        if record["kind"] == "step" and now - self.told >= SECONDS_BETWEEN_LINES:
+            self.told = now
+            left = (self.steps - record["step"]) * record["seconds"] / max(1, record["step"])
+            typer.echo(f"step {record['step']}/{self.steps}: {facts(record)}, {left:.0f} s left", err=True)
+        if line := sentence(record):
+            typer.echo(line, err=True)
+
+
+def facts(record: Mapping[str, Any]) -> str:
+    """loss 1.234, 9,120 tok/s, MFU 41 %."""
+    loss = "loss none" if record["loss"] is None else f"loss {record['loss']:.3f}"
+    share = f", MFU {100 * record['mfu']:.0f} %" if record.get("mfu") else ""
+    return f"{loss}, {record['tokens_per_second']:,.0f} tok/s{share}"
+
+
+def sentence(record: Mapping[str, Any]) -> str | None:
+    """What is worth a line of its own."""
+    step = record["step"]
+    if record["kind"] == "eval":
+        bits = "" if record["bits_per_byte"] is None else f", {record['bits_per_byte']:.3f} bits per byte"
+        best = ", the best so far" if record["best"] else ""
+        return f"step {step}: validation loss {record['loss']:.4f}{bits}{best}"
+    if record["kind"] == "sample":
+        return "  | " + record["text"].strip().replace("\n", "\n  | ")
+    if record["kind"] == "skip":
+        return f"step {step} was not made: {record['reason']}"
+    return None

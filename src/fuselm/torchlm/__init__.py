@@ -1,0 +1,1 @@
+"""Language models in PyTorch: the model, its training and its runner."""

@@ -1,0 +1,51 @@
+"""How many rows go through the model at once: as many as fit the memory, decided before the first step.
+
+It knows cost.py's estimates and what memory a device has free.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+
+from fuselm import cost
+from fuselm.config import ModelConfig
+
+SHARE = 0.85  # of what is free: estimates err, and allocators leave gaps
+CPU_ROWS = 8  # on a CPU more rows at once are not faster once a matmul is large enough, and fall out of the caches
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory that could be allocated now."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    for line in _lines(Path("/proc/meminfo")):
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text(encoding="ascii").splitlines()
+    except OSError:
+        return []
+
+
+def pick_micro_batch(config: ModelConfig, batch_size: int, device: torch.device, precision: str) -> int:
+    """The largest part of a batch, into equal parts, that fits beside weights, gradients and the optimiser's state."""
+    free = free_bytes(device) * SHARE - cost.training_state_bytes(config)
+    width = 4 if precision == "fp32" else 2
+    parts = (rows for rows in range(batch_size, 0, -1) if batch_size % rows == 0)
+    most = batch_size if device.type == "cuda" else CPU_ROWS
+    for rows in parts:
+        if rows <= most and cost.activation_bytes(config, rows, config.context, width) <= free:
+            return rows
+    need = cost.training_state_bytes(config) + cost.activation_bytes(config, 1, config.context, width)
+    raise ValueError(
+        f"Training needs memory for the model and one row at least, about {need / 2**30:.1f} GiB; "
+        f"{free_bytes(device) / 2**30:.1f} GiB are free on {device}. Use a smaller model or a shorter context."
+    )

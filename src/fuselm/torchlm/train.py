@@ -1,0 +1,368 @@
+"""The training loop: steps, evaluations, samples and checkpoints of one run, which can be stopped and resumed anywhere.
+
+It knows how the parts go together, and the run folder; it draws nothing (listeners get records, see log.py) and reads
+no command line. Everything that decides the next step's bits is in a checkpoint: weights, the optimiser's averages,
+where the loader stands, the random state, the loss scale, the running mean of the loss. So a run that was killed and
+resumed ends with the weights of one that never was, bit for bit: on a CPU always, on a GPU with `deterministic`.
+
+    trainer = Trainer(run, open_prepared("data/stories"), device="auto", listeners=[print])
+    trainer.train()                       # from the last checkpoint where there is one
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from fuselm import cost
+from fuselm.checkpoint import Run
+from fuselm.data.shards import Shard
+from fuselm.optim import AdamW, decay_groups
+from fuselm.torchlm.evaluate import Evaluation, evaluate
+from fuselm.torchlm.feed import Feed
+from fuselm.torchlm.log import Listener
+from fuselm.torchlm.memory import pick_micro_batch
+from fuselm.torchlm.model import Transformer
+from fuselm.torchlm.precision import (
+    DTYPES,
+    LossScaler,
+    attention_backends,
+    make_deterministic,
+    pick_device,
+    pick_precision,
+)
+from fuselm.torchlm.sample import sample
+from fuselm.torchlm.schedule import learning_rate
+from fuselm.torchlm.state import restore, snapshot
+from fuselm.torchlm.step import Found, Outcome, gradients, update
+
+MEAN_SHARE = 0.05  # of a new loss in the running mean that spikes are measured against
+STEPS_BEFORE_SPIKES = 20  # a mean of fewer losses says little
+SAMPLE_TEMPERATURE = 0.8
+EVALUATION_TOKENS = {"cuda": 65_536, "cpu": 4_096}  # at once
+
+
+class Interrupted(Exception):
+    """Somebody asked the run to stop; everything is saved."""
+
+
+class TrainingFailed(RuntimeError):
+    """The loss is no number, or leaps, for so many steps in a row that going on makes no sense."""
+
+
+@dataclass
+class Progress:
+    """Where a run stands; all of it is in a checkpoint."""
+
+    step: int = 0  # steps made, or skipped
+    updates: int = 0  # steps made
+    seconds: float = 0.0  # spent in steps, evaluations and saves, over all sessions
+    mean_loss: float | None = None
+    best_loss: float | None = None
+    best_step: int = 0
+    stale: int = 0  # evaluations since the best one
+    bad_steps: int = 0  # in a row
+
+
+class Trainer:
+    """A run under way. `stop()` may be called from a signal handler: the step that is being made is finished first."""
+
+    def __init__(
+        self,
+        run: Run,
+        shards: Mapping[str, Shard],
+        *,
+        device: str = "auto",
+        listeners: Iterable[Listener] = (),
+        on_evaluation: Callable[[int, int], None] | None = None,
+    ) -> None:
+        assert run.train is not None
+        self.run, self.config, self.shards, self.listeners = run, run.train, shards, list(listeners)
+        self.on_evaluation = on_evaluation
+        self.tokenizer = run.tokenizer()
+        self.device = pick_device(device)
+        self.precision = pick_precision(self.config.precision, self.device)
+        if self.config.deterministic:
+            make_deterministic()
+        check_data(run, shards)
+        torch.manual_seed(self.config.seed)  # of dropout, on every device
+        self.model = Transformer(run.model, dtype=DTYPES[self.precision], device=self.device, seed=self.config.seed)
+        self.parameters = list(self.model.parameters())
+        self.optimizer = AdamW(
+            decay_groups(self.model.named_parameters(), self.config.weight_decay),
+            lr=self.config.learning_rate,
+            betas=self.config.betas,
+            eps=self.config.eps,
+        )
+        self.scaler = LossScaler(enabled=self.precision == "fp16")
+        self.progress = Progress()
+        self.micro_batch = self.config.micro_batch or 0
+        place: dict[str, int] = {}
+        if run.has_checkpoint:
+            place = restore(self, run.load("last"))
+        self.micro_batch = self.micro_batch or pick_micro_batch(
+            run.model, self.config.batch_size, self.device, self.precision
+        )
+        self.feed = Feed(
+            shards["train"],
+            batch_size=self.config.batch_size,
+            context=run.model.context,
+            seed=self.config.seed,
+            rows=self.config.rows,
+            device=self.device,
+            **place,
+        )
+        self.loss: Callable[..., Any] = self.model.loss
+        if self.config.compile:
+            self.loss = torch.compile(self.model.loss, dynamic=False)
+            self.optimizer.compile()
+        name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else ""
+        self.peak = cost.peak(name, self.precision)
+        self._stopping = False
+        self._since = _Since()
+        self._unsettled: tuple[Found, float] | None = None
+        self._last: dict[str, float] = {}
+
+    # --- the loop ----------------------------------------------------------------------------------------------------
+
+    def train(self) -> Progress:
+        """Go on to the last step, or until the loss has not got better for long enough."""
+        with attention_backends(self.config.deterministic):
+            begun = time.monotonic() - self.progress.seconds
+            while not self.finished:
+                self.advance()
+                self.progress.seconds = time.monotonic() - begun
+                self._after_step()
+                self.progress.seconds = time.monotonic() - begun
+                if self._stopping and not self.finished:
+                    self.save()
+                    self._tell("end", reason="stopped")
+                    raise Interrupted
+            self._tell("end", reason="patience" if self.progress.step < self.config.steps else "done")
+        return self.progress
+
+    def stop(self) -> None:
+        """Save and leave after this step."""
+        self._stopping = True
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Targets of a batch."""
+        return self.config.batch_size * self.run.model.context
+
+    @property
+    def finished(self) -> bool:
+        """Whether there is nothing left to do."""
+        patience = self.config.patience
+        return self.progress.step >= self.config.steps or bool(patience and self.progress.stale >= patience)
+
+    def advance(self) -> None:
+        """Launch one step; what came of the one before is read while this one runs."""
+        begin = time.monotonic()
+        config, progress = self.config, self.progress
+        rate = learning_rate(
+            progress.step,
+            kind=config.schedule,
+            peak=config.learning_rate,
+            steps=config.steps,
+            warmup=config.warmup,
+            floor=config.floor,
+            decay_share=config.decay_share,
+        )
+        found = gradients(
+            self.loss,
+            self.parameters,
+            self.feed.next(self.micro_batch),
+            parts=config.batch_size // self.micro_batch,
+            scale=self.scaler.scale,
+            balance_weight=self.run.model.balance_weight if self.run.model.num_experts else 0.0,
+        )
+        self._settle()  # the step before: by now its numbers are there, and this step's limit depends on them
+        progress.step += 1
+        update(self.optimizer, found, learning_rate=rate, clip=config.clip, limit=self._limit())
+        self._unsettled = (found, rate)
+        if self.scaler.enabled:  # the next step's scale depends on this one
+            self._settle()
+        self._since.seconds += time.monotonic() - begin
+
+    def _limit(self) -> float:
+        """The loss above which a step counts as a spike and is not made."""
+        mean = self.progress.mean_loss
+        settled = mean is not None and self.progress.updates >= STEPS_BEFORE_SPIKES
+        # Rounded as the device rounds it: both must come to the same verdict.
+        return float(np.float32(self.config.spike_factor * mean)) if mean is not None and settled else math.inf
+
+    def _settle(self) -> None:
+        """Read what came of the step that was launched last, and draw the conclusions."""
+        if self._unsettled is None:
+            return
+        (found, rate), self._unsettled = self._unsettled, None
+        outcome, progress = found.outcome(), self.progress
+        self._last = {"learning_rate": rate, "gradient_norm": outcome.norm, "loss_scale": found.scale}
+        self._last |= {"balance": outcome.balance} if self.run.model.num_experts else {}
+        self._since.add(outcome.loss, self.tokens_per_step)
+        limit = self._limit()
+        self.scaler.update(outcome.finite)
+        if outcome.finite and outcome.loss <= limit:
+            progress.updates, progress.bad_steps = progress.updates + 1, 0
+            mean = progress.mean_loss
+            progress.mean_loss = outcome.loss if mean is None else mean + MEAN_SHARE * (outcome.loss - mean)
+        else:
+            self.optimizer.uncount()
+            self._skipped(outcome, found.scale)
+
+    def _skipped(self, outcome: Outcome, scale: float) -> None:
+        """A bad step has changed nothing but the count of bad ones; too many in a row end the run."""
+        progress, factor = self.progress, self.config.spike_factor
+        if outcome.finite:
+            fault = f"loss {outcome.loss:.4g}, over {factor:g} times its running mean {progress.mean_loss:.4g}"
+        else:
+            fault = f"loss {outcome.loss:g}, gradient norm {outcome.norm:g}"
+        self._tell("skip", reason=fault, loss_scale=scale)
+        if not outcome.finite and scale > 1.0:
+            return  # an overflow of fp16, and what the scale is there for
+        progress.bad_steps += 1
+        if progress.bad_steps >= self.config.bad_steps:
+            first = progress.step - progress.bad_steps + 1
+            kept = f"step {self.run.load('last').step} in {self.run.folder}" if self.run.has_checkpoint else "none yet"
+            raise TrainingFailed(
+                f"Steps {first} to {progress.step} were all bad and were not made ({fault}); the last good checkpoint "
+                f"is {kept}. Use a lower learning rate or a longer warm-up, or look at the data."
+            )
+
+    def _after_step(self) -> None:
+        config, step = self.config, self.progress.step
+        last = step >= config.steps
+        intervals = (config.log_every, config.eval_every, config.save_every, config.sample_every)
+        if last or self._stopping or any(step % every == 0 for every in intervals if every):
+            self._settle()
+        if step % config.log_every == 0 or last:
+            self._tell("step", **self._record())
+        saved = False
+        if step % config.eval_every == 0 or last:
+            saved = self._evaluate()
+        every = config.eval_every if config.sample_every is None else config.sample_every
+        if every and (step % every == 0 or last):
+            self._tell("sample", text=self.sample_text())
+        if not saved and (step % (config.save_every or config.eval_every) == 0 or self.finished):
+            self.save()
+
+    def _record(self) -> dict[str, Any]:
+        found = self._since.record()
+        share = cost.mfu(self.run.model, found["tokens_per_second"], self.peak) if self.peak else None
+        return {**found, **self._last, "tokens": self.progress.step * self.tokens_per_step, "mfu": share}
+
+    # --- evaluation, samples -----------------------------------------------------------------------------------------
+
+    def evaluation(self) -> Evaluation:
+        """The loss on the whole validation split, as evaluate.py defines it."""
+        context = self.run.model.context
+        rows = max(1, EVALUATION_TOKENS[self.device.type] // context)
+        self.model.eval()
+        found = evaluate(
+            self.model.loss,
+            self.shards["valid"],
+            batch_size=rows,
+            context=context,
+            device=self.device,
+            tokenizer=self.tokenizer,
+            on_progress=self.on_evaluation,
+        )
+        self.model.train()
+        return found
+
+    def _evaluate(self) -> bool:
+        """Evaluate, keep the best; whether that saved everything."""
+        progress = self.progress
+        begin = time.monotonic()
+        found = self.evaluation()
+        better = math.isfinite(found.loss) and (progress.best_loss is None or found.loss < progress.best_loss)
+        if better:
+            progress.best_loss, progress.best_step, progress.stale = found.loss, progress.step, 0
+        else:
+            progress.stale += 1
+        seconds = time.monotonic() - begin
+        self._tell("eval", loss=found.loss, bits_per_byte=found.bits_per_byte, best=better, took=seconds)
+        whole = progress.step % (self.config.save_every or self.config.eval_every) == 0 or self.finished
+        if better:
+            self.save(best_loss=found.loss, weights_only=not whole)
+        return better and whole
+
+    def sample_text(self) -> str:
+        """A text by the model as it is now, from the beginning of a document."""
+        config, tokenizer = self.config, self.tokenizer
+        separator = tokenizer.end_of_text
+        start = int(self.shards["valid"].tokens[0]) if separator is None else separator
+        found = sample(
+            self.model,
+            [start],
+            max_tokens=config.sample_tokens,
+            temperature=SAMPLE_TEMPERATURE,
+            seed=config.seed + self.progress.step,
+            stop=separator,
+            vocab_size=tokenizer.vocab_size,
+        )[0]
+        ids = found.ids if separator is not None else [start, *found.ids]
+        return tokenizer.decode(ids)
+
+    # --- state -------------------------------------------------------------------------------------------------------
+
+    def save(self, best_loss: float | None = None, weights_only: bool = False) -> None:
+        """Save what the next step depends on; with a loss, as the best so far."""
+        self._settle()
+        weights, optimizer, state = snapshot(self)
+        self.run.save(self.progress.step, weights, None if weights_only else optimizer, state, best_loss=best_loss)
+        self._tell("save", best=best_loss is not None)
+
+    def _tell(self, kind: str, **facts: Any) -> None:
+        progress = self.progress
+        record = {"kind": kind, "step": progress.step, "seconds": round(progress.seconds, 3), **facts}
+        for listener in self.listeners:
+            listener(record)
+
+
+class _Since:
+    """What happened since the last record of steps: the mean loss, and how fast it went."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+        self.tokens = 0
+        self.seconds = 0.0  # in steps alone: evaluations and saves do not make a run look slow
+
+    def add(self, loss: float, tokens: int) -> None:
+        self.losses.append(loss)
+        self.tokens += tokens
+
+    def record(self) -> dict[str, float]:
+        """The means so far, and a new beginning."""
+        mean, rate = sum(self.losses) / len(self.losses), self.tokens / max(self.seconds, 1e-9)
+        self.__init__()  # type: ignore[misc]
+        return {"loss": mean, "tokens_per_second": round(rate, 1)}
+
+
+def check_data(run: Run, shards: Mapping[str, Shard]) -> None:
+    """Refuse token files of another tokenizer, with ids that the model has no row for, or too short for its context."""
+    fingerprint = run.tokenizer().fingerprint
+    for split, shard in shards.items():
+        header = shard.header
+        if header.fingerprint not in (None, fingerprint):
+            raise ValueError(
+                f"Token files are made by the run's own tokenizer; {split} is of another one. Prepare the corpus with "
+                f"{run.folder / 'tokenizer.json'}, or begin a new run."
+            )
+        if header.vocab_size is not None and header.vocab_size > run.model.vocab_size:
+            raise ValueError(
+                f"The model has {run.model.vocab_size} tokens; {split} may have ids up to {header.vocab_size - 1}. "
+                "Give the model a larger vocab_size."
+            )
+        if split == "train" and shard.tokens.size < run.model.context + 1:
+            raise ValueError(
+                f"A row is context + 1 = {run.model.context + 1} tokens; {split} has {shard.tokens.size}. "
+                "Use a smaller context or a longer corpus."
+            )
