@@ -494,7 +494,7 @@ def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
 def test_a_disk_with_too_little_room_is_refused_with_both_sizes(run: Run, monkeypatch: Patch) -> None:
     before = names(run.folder)
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=10**9))
-    with pytest.raises(RunError, match=r"need 1\.50 GB; .* has 1\.00 GB free\. Make room"):
+    with pytest.raises(RunError, match=r"need 1,500 MB; .* has 1,000 MB free\. Make room"):
         run.check_writable(1_500_000_000)
     run.check_writable(1_000_000_000)
     assert names(run.folder) == before

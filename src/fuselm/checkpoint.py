@@ -231,7 +231,7 @@ def _differences(part: str, there: Any, asked: Any) -> Iterator[str]:
 
 
 def check_writable(folder: Path, bytes_needed: int = 0) -> None:
-    """Refuse a path where a run could not be saved: a file, a folder that cannot be written, a disk that is too full."""
+    """Refuse where a run could not be saved: a file, a folder that cannot be written, a disk that is too full."""
     if folder.is_file():
         raise RunError(f"A run is a folder; {folder} is a file. Use another path.")
     try:
@@ -240,7 +240,7 @@ def check_writable(folder: Path, bytes_needed: int = 0) -> None:
     except OSError as error:
         raise RunError(f"A run writes into its folder; {folder} refuses ({error.strerror}). Use another.") from error
     if (free := shutil.disk_usage(folder).free) < bytes_needed:
-        need = f"{bytes_needed / 1e9:.2f} GB; {folder} has {free / 1e9:.2f} GB free"
+        need = f"{bytes_needed / 1e6:,.0f} MB; {folder} has {free / 1e6:,.0f} MB free"
         raise RunError(f"The run's checkpoints need {need}. Make room, or use a folder on another disk.")
 
 

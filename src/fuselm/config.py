@@ -68,6 +68,7 @@ class ModelConfig:
     bias: bool = False
     softcap: float | None = None  # logits become softcap * tanh(logits / softcap)
     dropout: float = 0.0
+    init_std: float | None = None  # of the weights at the start; None: 1 / sqrt(width)
     # Which implementation of each op: "auto" (the kernel where there is one), "fused" (the kernel or an error) or
     # "torch"; op_impl says otherwise for single ops, as {"softmax": "torch"}.
     impl: Literal["auto", "fused", "torch"] = "auto"
@@ -93,7 +94,7 @@ class ModelConfig:
 
 
 POSITIVE = ("vocab_size", "context", "num_layers", "width", "num_heads", "ffn_width", "norm_eps", "rope_theta")
-POSITIVE_OR_NONE = ("num_kv_heads", "head_dim", "kv_latent", "q_latent", "rope_head_dim", "softcap")
+POSITIVE_OR_NONE = ("num_kv_heads", "head_dim", "kv_latent", "q_latent", "rope_head_dim", "softcap", "init_std")
 LATENT = ("kv_latent", "q_latent", "rope_head_dim")
 
 
@@ -358,27 +359,28 @@ def _naive(**more: Any) -> dict[str, Any]:
 # docs/training.md.
 PRESETS: dict[str, Preset] = {
     "demo": Preset(
-        "built-in stories, two minutes on two CPU cores",
-        "stories",
-        2048,
-        {"context": 256, "num_layers": 4, "width": 192, "num_heads": 6, "ffn_width": 512, "tied": True},
-        {"steps": 600, "batch_size": 16, "learning_rate": 3e-3, "warmup": 50, "eval_every": 200, "rows": "documents"},
-        limit_mb=10,
+        "built-in stories from a small world, two minutes on two CPU cores",
+        "little-stories",
+        1024,
+        {"context": 256, "num_layers": 3, "width": 128, "num_heads": 4, "ffn_width": 352, "tied": True},
+        {"steps": 2200, "batch_size": 4, "learning_rate": 6e-3, "warmup": 50, "schedule": "linear", "floor": 0.03}
+        | {"eval_every": 550, "sample_tokens": 200},
+        limit_mb=8,
     ),
     "tinylm": Preset(
         "TinyShakespeare by characters, 10.7 M parameters",
         "tinyshakespeare",
         "characters",
         {"context": 256, "num_layers": 6, "width": 384, "num_heads": 6, "ffn_width": 1536, "activation": "silu"}
-        | {"dropout": 0.2},
-        {"steps": 2500, "batch_size": 64, "learning_rate": 1e-3, "patience": 5, "eval_every": 100},
+        | {"dropout": 0.3},
+        {"steps": 2500, "batch_size": 64, "learning_rate": 2e-3, "patience": 5, "eval_every": 100},
     ),
     "naive-char": Preset(
         "the Wizard of Oz by characters, written-out attention",
         "wizard-of-oz",
         "characters",
         _naive(context=64, num_layers=4, width=128, num_heads=4, ffn_width=512, attention_path="written", dropout=0.2),
-        {"steps": 3000, "batch_size": 128, "learning_rate": 2e-3, "eval_every": 200, "patience": 5},
+        {"steps": 5000, "batch_size": 128, "learning_rate": 2e-3, "eval_every": 200, "patience": 5},
     ),
     "naive-768": Preset(
         "12 x 768, 8 heads, LayerNorm and GELU",
@@ -424,7 +426,7 @@ PRESETS: dict[str, Preset] = {
         {"steps": 5000, "batch_size": 256, "learning_rate": 6e-3, "warmup": 100, "floor": 0.0, "eval_every": 500},
     ),
     "moe-60m": Preset(
-        "8 experts, of which a token visits 2: 60 M parameters, 27 M at work",
+        "8 experts, of which a token visits 2: 62 M parameters, 24 M at work",
         "tinystories",
         10_000,
         {"context": 512, "num_layers": 6, "width": 512, "num_heads": 8, "ffn_width": 688, "num_experts": 8}

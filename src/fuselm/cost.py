@@ -152,8 +152,8 @@ def training_state_bytes(config: ModelConfig) -> int:
 
 def cache_bytes(config: ModelConfig, batch: int, context: int, dtype_bytes: int) -> int:
     """Keys and values of `context` tokens of each of `batch` rows, written out for every head, as Cache keeps them."""
-    key = config.head_width + (config.rope_head_dim or 0)
-    return config.num_layers * batch * context * config.kv_heads * (key + config.head_width) * dtype_bytes
+    numbers = config.kv_heads * (2 * config.head_width + (config.rope_head_dim or 0))
+    return config.num_layers * batch * context * numbers * dtype_bytes
 
 
 def latent_cache_bytes(config: ModelConfig, batch: int, context: int, dtype_bytes: int) -> int:
@@ -179,7 +179,8 @@ def activation_bytes(config: ModelConfig, batch: int, context: int, dtype_bytes:
     saved = tokens * (8 + dropped + config.num_layers * layer + _saved_by_loss(config, size))
     if size < 4:  # weights are fp32, and the copies made for each matmul are needed again
         saved += size * (count.attention + count.feed_forward + config.vocab_size * config.width)
-    held = saved + _passing_bytes(config, tokens, context, size)
+    # Of few tokens little is left beside the last thing of all: two gradients of a tied embedding, and their sum.
+    held = max(saved + _passing_bytes(config, tokens, context, size), 12 * count.embedding * config.tied)
     return held + held // 32  # the small tensors that are not listed
 
 
@@ -233,19 +234,18 @@ def _saved_by_loss(config: ModelConfig, size: int) -> int:
 
 def _passing_bytes(config: ModelConfig, tokens: int, context: int, size: int) -> int:
     """What comes and goes while nearly all that is saved is still there, at the worst of four moments."""
-    width, heads, head = config.width, config.num_heads, config.vocab_size * config.width
-    of_weight = 4 + (size if size < 4 else 0)
+    width, heads, of_weight = config.width, config.num_heads, 4 + (size if size < 4 else 0)
     loss = tokens * 8 * config.vocab_size  # two fp32 gradients of the logits
-    head_gradient = head * of_weight - tokens * config.vocab_size * (4 - size)
+    head = config.vocab_size * (width * of_weight - tokens * (4 - size))  # its gradient, when those are gone
     # In the last block, what the loss had saved is free; a tied head's gradient waits for the embedding's.
-    weights = of_weight * config.ffn_width * width * (config.num_experts or 1) + (4 * head if config.tied else 0)
+    weights = width * (of_weight * config.ffn_width * (config.num_experts or 1) + 4 * config.vocab_size * config.tied)
     hidden = config.ffn_width * (2 if config.activation == "relu2" else 1)
     feed_forward = 3 * _saved_by_norm(config, size) + _visits(config) * (hidden + 2 * width) * size
     attention = heads * (4 * config.head_width + 2 * (config.rope_head_dim or 0)) * size  # queries, keys, values, seen
     if config.attention_path == "written":
         attention = heads * context * (4 if config.dropout else 8)
     half = max(feed_forward, attention - _saved_by_feed_forward(config, size))
-    return max(loss, head_gradient, weights + tokens * (half - _saved_by_loss(config, size)))
+    return max(loss, head, weights + tokens * (half - _saved_by_loss(config, size)))
 
 
 # --- of a GPU's arithmetic -------------------------------------------------------------------------------------------

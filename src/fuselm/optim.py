@@ -23,6 +23,8 @@ __all__ = ["AdamW", "clip_scale", "decay_groups", "global_norm"]
 # What torch's groups hold besides: choices between its own implementations, and three that ours does not have.
 _TORCHS_CHOICES = ("foreach", "fused", "capturable", "decoupled_weight_decay")
 _NOT_OURS = ("amsgrad", "maximize", "differentiable")
+# The method itself, without a wrapper that imports all of torch.compile: 4 s at the start of every eager run.
+_ADD_PARAM_GROUP = getattr(torch.optim.Optimizer.add_param_group, "__wrapped__", torch.optim.Optimizer.add_param_group)
 
 
 class AdamW(torch.optim.Optimizer):
@@ -54,7 +56,7 @@ class AdamW(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's; options of the group and dtypes of its parameters are checked first."""
         _check_options({**self.defaults, **param_group})
-        super().add_param_group(param_group)
+        _ADD_PARAM_GROUP(self, param_group)
         if kinds := {str(p.dtype) for p in self.param_groups[-1]["params"] if p.is_complex()}:
             del self.param_groups[-1]
             raise ValueError(

@@ -105,6 +105,18 @@ def test_the_order_is_the_same_on_every_machine_and_version() -> None:
     assert documents.order(1)[:2].tolist() == [[51, 18, 48, 33, 36, 12], [56, 45, 15, 39, 24, 54]]
 
 
+@pytest.mark.parametrize("rows", ["stream", "documents"])
+def test_next_starts_are_where_the_next_batch_would_be_read(rows: Any) -> None:
+    corpus = counting(300, range(0, 300, 11))
+    reading = Loader(corpus, batch_size=4, context=7, seed=3, rows=rows)
+    placing = Loader(corpus, batch_size=4, context=7, seed=3, rows=rows)
+    for number in range(3 * reading.steps_per_epoch):  # over the ends of epochs
+        batch = next(reading)
+        starts = next(placing).inputs[:, 0] if number % 5 == 4 else placing.next_starts()  # in any mixture
+        assert starts.tolist() == batch.inputs[:, 0].tolist()
+        assert placing.state() == reading.state()
+
+
 # --- permutation -----------------------------------------------------------------------------------------------------
 
 

@@ -1,6 +1,7 @@
-"""Writes the roofline part of README.md, and gpu/roofline.png, from the record gpu/h200.json; nobody types a figure.
+"""Writes the figures of README.md, and gpu/roofline.png, from the records in gpu/; nobody types a figure.
 
-Knows the record's rows and the two marks in the README, nothing else.
+Knows the records' rows and the marks in the README, nothing else: roofline from gpu/h200.json, training from
+gpu/train.json.
 
     python -m fuselm.bench.readme            # write
     python -m fuselm.bench.readme --check    # exit code 1 when the README says something else than the record
@@ -21,6 +22,7 @@ from fuselm.files import write_whole
 
 BEGIN, END = "<!-- roofline:begin -->", "<!-- roofline:end -->"
 RECORD, PICTURE, README = Path("gpu/h200.json"), Path("gpu/roofline.png"), Path("README.md")
+TRAINING, TRAINING_BEGIN, TRAINING_END = Path("gpu/train.json"), "<!-- training:begin -->", "<!-- training:end -->"
 TITLES = {"fused": "fuselm", "torch": "torch", "compile": "torch.compile", "liger": "Liger", "quack": "QuACK"}
 
 
@@ -43,11 +45,60 @@ def block(record: Mapping[str, Any]) -> str:
     )
 
 
-def replaced(readme: str, new: str) -> str:
-    """The README with its block exchanged."""
-    if readme.count(BEGIN) != 1 or readme.count(END) != 1 or readme.index(BEGIN) > readme.index(END):
-        raise ValueError(f"README.md must have {BEGIN} and, after it, {END}, once each. Put them where the table goes.")
-    head, tail = readme.partition(BEGIN)[0], readme.partition(END)[2]
+def training_block(record: Mapping[str, Any]) -> str:
+    """The same for training: speed beside plain PyTorch, a resumed run, and runs from beginning to end."""
+    resume, slower = record["resume"], _deterministic_cost(record["speed"])
+    equal = "are" if resume["again_equal"] and resume["resumed_equal"] else "are NOT"
+    return "\n".join(
+        [
+            TRAINING_BEGIN,
+            f"{_machine(record)}, bf16, one run; each row in a process of its own, the first step from building the "
+            "model on (kernels built before), memory as torch's peak.",
+            "",
+            "| preset | tokens a step | model | tokens/s | first step | peak memory |",
+            "|---|---:|---|---:|---:|---:|",
+            *(_speed_line(row) for row in record["speed"]),
+            "",
+            f"With `--deterministic`, {resume['steps']} steps run twice, and stopped half-way and resumed in another "
+            f"process, {equal} the same to the bit in weights and averages; it costs {slower}.",
+            "",
+            "| command | best validation loss | at step | seconds of training | whole command |",
+            "|---|---:|---:|---:|---:|",
+            *(
+                f"| `{run['command']}` | {run['best_loss']:.4f} | {run['best_step']:,} | {run['seconds']:.0f} "
+                f"| {run['process_s']:.0f} s |"
+                for run in record["runs"]
+            ),
+            TRAINING_END,
+        ]
+    )
+
+
+def _speed_line(row: Row) -> str:
+    who = "plain PyTorch, torch.compile" if row["model"] == "plain" else f"fuselm, {row['mode']}"
+    who = who.replace("compile", "`--compile`").replace("torch.`--compile`", "torch.compile")
+    who = who.replace("eager deterministic", "`--deterministic`")
+    return (
+        f"| {row['preset']} | {row['tokens_per_step']:,} | {who} | {row['tokens_per_second'] / 1e6:.3f} M "
+        f"| {row['first_step_s']:.1f} s | {row['peak_memory_gib']:.1f} GiB |"
+    )
+
+
+def _deterministic_cost(rows: Sequence[Row]) -> str:
+    by = {(row["preset"], row["mode"]): row["tokens_per_second"] for row in rows if row["model"] == "ours"}
+    shares = [
+        f"{100 * (1 - by[preset, mode] / by[preset, 'eager']):.0f} % of the speed of {preset}"
+        for preset, mode in by
+        if mode == "eager deterministic"
+    ]
+    return " and ".join(shares)
+
+
+def replaced(readme: str, new: str, begin: str = BEGIN, end: str = END) -> str:
+    """The README with a block exchanged."""
+    if readme.count(begin) != 1 or readme.count(end) != 1 or readme.index(begin) > readme.index(end):
+        raise ValueError(f"README.md must have {begin} and, after it, {end}, once each. Put them where the table goes.")
+    head, tail = readme.partition(begin)[0], readme.partition(end)[2]
     return head + new + tail
 
 
@@ -109,6 +160,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     record, readme = json.loads(RECORD.read_text(encoding="utf-8")), README.read_text(encoding="utf-8")
     try:
         wanted = replaced(readme, block(record))
+        if TRAINING.exists():
+            training = json.loads(TRAINING.read_text(encoding="utf-8"))
+            wanted = replaced(wanted, training_block(training), TRAINING_BEGIN, TRAINING_END)
     except ValueError as error:
         sys.exit(f"readme: {error}")
     if given.check:

@@ -1,11 +1,10 @@
-"""How fast models train on a GPU, beside a plain PyTorch model; and whether a resumed run is the same run.
+"""How fast models train on a GPU, beside a plain PyTorch model; whether a resumed run is the same run; whole runs.
 
-Every row is measured in a process of its own: the first step is then a first step. Rows go into gpu/train.json, from
+Every row is measured in a process of its own: the first step is then a first step. All goes into gpu/train.json, from
 which the README's table is made (readme.py). The training path is the real one (torchlm/train.py) on random tokens.
 
-    python -m fuselm.bench.train --out gpu/train.json
+    python -m fuselm.bench.train --part speed                         # also resume, runs; all three without --part
     python -m fuselm.bench.train --row tinystories ours compile       # one row, as JSON
-    python -m fuselm.bench.train --resume-check
 
 `plain` is plain_model.py with torch's fused AdamW; it neither clips gradients nor checks them, ours does both.
 """
@@ -15,6 +14,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -31,8 +31,10 @@ ROWS = (
     ("ours", "eager"),
     ("ours", "compile"),
     ("ours", "eager deterministic"),
-    ("ours", "compile deterministic"),
 )
+# Runs whose result is written down: name, and the command after `fuselm train`.
+RUNS = {"tinylm": ["--preset", "tinylm"], "naive-char": ["--preset", "naive-char"]}
+PARTS = ("speed", "resume", "runs")
 STEPS = {"tinystories": 60, "gpt-124m": 25}
 WARM_UP = 5
 CHECK_STEPS = 40
@@ -67,6 +69,8 @@ def plain_row(preset_name: str) -> Row:
 
 def our_row(preset_name: str, mode: str, folder: Path) -> Row:
     """The trainer itself, as `fuselm train` runs it."""
+    import torch.cuda  # noqa: F401  both rows start their clock with torch imported
+
     begin = time.monotonic()
     trainer = _trainer(
         preset_name, folder, "torch" if "torch" in mode else "auto", compile="compile" in mode,
@@ -171,28 +175,59 @@ def _child(*arguments: str) -> Row:
     return {**found, "process_s": round(time.monotonic() - begin, 1)}
 
 
-def record(out: Path, presets: Sequence[str]) -> None:
-    """Measure everything and write the file; what other tools put into it stays."""
+def speed() -> list[Row]:
+    """A row for each preset and way to run it."""
+    rows = []
+    for name in PRESETS:
+        for who, mode in ROWS:
+            rows.append({"preset": name, "model": who, "mode": mode, **_child("--row", name, who, mode)})
+            print(json.dumps(rows[-1]), flush=True)
+    return rows
+
+
+def whole_runs(pictures: Path) -> list[Row]:
+    """Each run of RUNS through the command line, alone on the machine; its curve beside the record."""
+    rows = []
+    for name, arguments in RUNS.items():
+        with tempfile.TemporaryDirectory() as folder:
+            run = Path(folder) / name
+            command = [sys.executable, "-m", "fuselm", "train", *arguments, "--out", str(run), "--json"]
+            begin = time.monotonic()
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            if done.returncode:
+                raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr[-3000:]}")
+            found = json.loads(done.stdout.strip().splitlines()[-1])
+            shutil.copy(run / "curve.png", pictures / f"{name}.png")
+        found.pop("run")
+        facts = {"name": name, "command": f"fuselm train {' '.join(arguments)}"}
+        rows.append({**facts, **found, "process_s": round(time.monotonic() - begin, 1)})
+        print(json.dumps(rows[-1]), flush=True)
+    return rows
+
+
+def record(out: Path, parts: Sequence[str]) -> None:
+    """Measure and write the file; parts that are not measured now stay as they are."""
     from fuselm.bench import machine
 
-    rows = []
-    for name in presets:
-        for who, mode in ROWS:
-            row = {"preset": name, "model": who, "mode": mode, **_child("--row", name, who, mode)}
-            print(json.dumps(row), flush=True)
-            rows.append(row)
-    with tempfile.TemporaryDirectory() as folder:
-        resumed = resume_check(Path(folder))
-    print(json.dumps(resumed), flush=True)
-    old = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {}
-    write_whole(out, json.dumps({**old, **machine.describe("cuda"), "rows": rows, "resume": resumed}, indent=1) + "\n")
+    for part in parts:
+        found: Any
+        if part == "speed":
+            found = speed()
+        elif part == "runs":
+            found = whole_runs(out.parent)
+        else:
+            with tempfile.TemporaryDirectory() as folder:
+                found = resume_check(Path(folder))
+            print(json.dumps(found), flush=True)
+        old = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {}
+        write_whole(out, json.dumps({**old, **machine.describe("cuda"), part: found}, indent=1) + "\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure; needs a CUDA device."""
     parser = argparse.ArgumentParser(prog="python -m fuselm.bench.train", description=__doc__.partition("\n")[0])
     parser.add_argument("--out", type=Path, default=Path("gpu/train.json"))
-    parser.add_argument("--presets", nargs="*", default=PRESETS)
+    parser.add_argument("--part", choices=PARTS, help="measure this alone")
     parser.add_argument("--row", nargs=3, metavar=("PRESET", "WHO", "MODE"))
     parser.add_argument("--weights-after", nargs=2, metavar=("FOLDER", "STEPS"))
     given = parser.parse_args(arguments)
@@ -203,7 +238,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     elif given.weights_after:
         print(json.dumps({"sha256": weights_after(Path(given.weights_after[0]), int(given.weights_after[1]))}))
     else:
-        record(given.out, given.presets)
+        record(given.out, [given.part] if given.part else PARTS)
 
 
 if __name__ == "__main__":

@@ -29,9 +29,10 @@ app = typer.Typer(no_args_is_help=True, help="Tokenise corpora for training, and
 
 PREPARE_HELP = """Tokenise a corpus into a folder that training reads: train.tokens, valid.tokens and tokenizer.json.
 
-A corpus is a name or a path. Names: stories (built in, made here, no network), tinyshakespeare, wizard-of-oz and
-tinystories (downloaded once, kept in the user cache). Paths: a text file or .jsonl, also as .gz, .xz, .bz2 or .zst, a
-.parquet file, or a folder of such files. <|endoftext|> in a text, on a line of its own or not, separates documents.
+A corpus is a name or a path. Names: stories and little-stories (built in, made here, no network), tinyshakespeare,
+wizard-of-oz and tinystories (downloaded once, kept in the user cache). Paths: a text file or .jsonl, also as .gz, .xz,
+.bz2 or .zst, a .parquet file, or a folder of such files. <|endoftext|> in a text, on a line of its own or not,
+separates documents.
 
 The tokenizer is given by --tokenizer; else one is trained on the corpus, of --vocab-size tokens, or of single
 characters. What the folder had before is replaced when everything is complete, and not before.
@@ -124,7 +125,7 @@ def open_named(name: str, limit_mb: float | None, step: Step, *, seed: int | Non
     """A corpus by name or path; downloads are shown by `step`."""
     from fuselm.data.corpora import STORIES, open_corpus
 
-    if seed is not None and name != STORIES:
+    if seed is not None and name not in STORIES:
         raise ValueError(f"--seed chooses among the built-in stories; {name} is what it is. Leave it out.")
     if limit_mb is not None and not 0 < limit_mb < math.inf:
         raise ValueError(f"--limit-mb is a number of megabytes above 0; got {limit_mb}.")

@@ -30,12 +30,12 @@ if TYPE_CHECKING:
 
 HELP = """Train a model on a corpus: tokenise, train, evaluate, sample, and keep everything in one folder.
 
-CORPUS is a name (stories, tinyshakespeare, wizard-of-oz, tinystories), a path with text, or a folder that `fuselm data
-prepare` made; left out, it is the one that the preset was made for. A preset is a model and a way to train it, see
---list; --set changes any field of either.
+CORPUS is a name (stories, little-stories, tinyshakespeare, wizard-of-oz, tinystories), a path with text, or a folder
+that `fuselm data prepare` made; left out, it is the one that the preset was made for. A preset is a model and a way to
+train it, see --list; --set changes any field of either.
 
-The run folder gets config.json, tokenizer.json, weights as safetensors (the last and the best), log.jsonl, curve.png and
-report.md. Ctrl-C saves and stops; the same command, or --resume, goes on exactly where it was.
+The run folder gets config.json, tokenizer.json, weights as safetensors (the last and the best), log.jsonl, curve.png
+and report.md. Ctrl-C saves and stops; the same command, or --resume, goes on exactly where it was.
 
 Examples:
 
@@ -130,6 +130,8 @@ def _check_device(device: str, precision: str) -> None:
 
 def _trained(run: Run, shards: dict[str, Shard], device: str, log_csv: Path | None, tensorboard: bool) -> Trainer:
     """Train to the end, with everything that listens; Ctrl-C saves and leaves."""
+    import torch
+
     from fuselm import cost
     from fuselm.torchlm.log import LOG, CsvLines, JsonLines, TensorBoard
     from fuselm.torchlm.train import Interrupted, Trainer, TrainingFailed
@@ -151,6 +153,14 @@ def _trained(run: Run, shards: dict[str, Shard], device: str, log_csv: Path | No
         raise typer.Exit(130) from None
     except TrainingFailed as error:
         typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(1) from None
+    except torch.OutOfMemoryError:
+        fewer = max(1, trainer.micro_batch // 2)
+        typer.echo(
+            f"error: {trainer.micro_batch} rows at once do not fit the GPU's memory. Begin again with --overwrite "
+            f"--micro-batch {fewer}, or a divisor of {trainer.config.batch_size} below that.",
+            err=True,
+        )
         raise typer.Exit(1) from None
     finally:
         for log in logs:

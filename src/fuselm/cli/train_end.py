@@ -13,7 +13,6 @@ from fuselm.cli.progress import bar
 if TYPE_CHECKING:
     from fuselm.torchlm.train import Trainer
 
-STORIES = "stories"
 TEMPERATURE = 0.8
 NO_PLOT = "curve.png and report.md were not drawn: {}"
 
@@ -24,7 +23,7 @@ def finish(trainer: Trainer, samples: int, command: str) -> dict[str, Any]:
     texts = _texts(trainer, samples) if samples else []
     if texts:
         typer.echo(f"\n{texts[0][0].strip()}\n")
-    stories = _checked(texts) if texts and run.data.get("corpus") == STORIES else None
+    stories = _checked(texts) if texts and run.data.get("corpus") in ("stories", "little-stories") else None
     best, step = trainer.progress.best_loss, trainer.progress.best_step
     result: dict[str, Any] = {"run": str(run.folder), "best_loss": best, "best_step": step}
     result |= {"stories": stories} if stories else {}

@@ -5,13 +5,14 @@
         ...
     open_corpus("notes/")  # any text, .jsonl, .parquet, compressed file or folder: see readers.py
 
-The names are `stories` (built in: no network, no end, its own validation stories) and those in SPECS, which are
-downloaded once to `fuselm.files.cache_dir()/corpora/<name>/` and verified. Which documents are for validation is fixed,
-so that a run today and a run next year compare:
+The names are `stories` and `little-stories` (built in: no network, no end, their own validation stories; the second
+told from a small world, for models that are trained in minutes) and those in SPECS, which are downloaded once to
+`fuselm.files.cache_dir()/corpora/<name>/` and verified. Which documents are for validation is fixed, so that a run
+today and a run next year compare:
 
 | corpus | validation |
 |---|---|
-| `stories`, `tinystories`, a folder with `train.*` and `valid.*` (or `validation.*`) | their own |
+| `stories`, `little-stories`, `tinystories`, a folder with `train.*` and `valid.*` (or `validation.*`) | their own |
 | anything else with 20 documents or more | documents 19, 39, 59, …, counted from 0 |
 | anything else with fewer (one book, `tinyshakespeare`, `wizard-of-oz`) | what follows 90 % of the bytes |
 
@@ -49,7 +50,8 @@ __all__ = [
 ]
 
 SPLITS = ("train", "valid")
-STORIES = "stories"
+# The built-in corpora, and how many options of any choice each takes: None is all of them, see story/world.py.
+STORIES: dict[str, int | None] = {"stories": None, "little-stories": 2}
 STORIES_BYTES = 20_000_000  # for training, unless a limit says otherwise
 STORIES_VALID = 20  # for validation, one byte for so many of those
 VALID_EVERY = 20
@@ -159,20 +161,21 @@ def _by_position(documents: Iterable[bytes], total: int, split: str) -> Iterator
 @dataclass(frozen=True)
 class _Stories:
     seed: int
+    variety: int | None
 
     def documents(self, split: str) -> Iterator[bytes]:
         # Imported here: only those who want stories load the words they are made of.
         from fuselm.data.stories import stories
 
-        return (story.encode() for story in stories(self.seed, split=split))
+        return (story.encode() for story in stories(self.seed, split=split, variety=self.variety))
 
     def bytes_hint(self, split: str) -> int | None:
         return None  # endless: the limit is what there is
 
     def about(self) -> str:
-        return (
-            f"made-up stories in simple English, seed {self.seed}, written as they are read; other ones for validation"
-        )
+        world = "" if self.variety is None else " from a small world"
+        how = "written as they are read; other ones for validation"
+        return f"made-up stories{world} in simple English, seed {self.seed}, {how}"
 
 
 # --- downloads -------------------------------------------------------------------------------------------------------
@@ -418,7 +421,7 @@ def _folder(folder: Path) -> _Files | _SplitFiles:
 
 def corpus_names() -> tuple[str, ...]:
     """The corpora that have a name; any other is a path."""
-    return (STORIES, *SPECS)
+    return (*STORIES, *SPECS)
 
 
 def open_corpus(
@@ -430,15 +433,19 @@ def open_corpus(
 ) -> Corpus:
     """The corpus of that name, or of the file or folder at that path (`./stories` for one that has a corpus's name).
 
-    `seed` chooses among the endless `stories` and is nothing to the others. `limit_bytes` is the most that each split
-    gives; `stories`, which would never end, give 20 MB for training unless it says otherwise, and a twentieth of that for
-    validation.
+    `seed` chooses among the endless built-in stories and is nothing to the others. `limit_bytes` is the most that each
+    split gives; built-in stories, which would never end, give 20 MB for training unless it says otherwise, and for
+    validation a twentieth of what they give for training.
     `on_progress` is told of downloads: bytes there, bytes in all.
     """
     limits = _limits(limit_bytes)
-    if name_or_path == STORIES:
+    if isinstance(name_or_path, str) and name_or_path in STORIES:
         train = limits["train"] or STORIES_BYTES
-        return Corpus(STORIES, _Stories(seed), {"train": train, "valid": max(1, train // STORIES_VALID)})
+        return Corpus(
+            name_or_path,
+            _Stories(seed, STORIES[name_or_path]),
+            {"train": train, "valid": max(1, train // STORIES_VALID)},
+        )
     if isinstance(name_or_path, str) and name_or_path in SPECS:
         return open_spec(SPECS[name_or_path], limit_bytes=limit_bytes, on_progress=on_progress)
     path = Path(name_or_path).expanduser()

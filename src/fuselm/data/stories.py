@@ -32,6 +32,7 @@ from fuselm.data.story.world import CHILDREN, CREATURES, MARK_END, MARK_START, P
 
 SPLITS = ("train", "valid")
 HELD_OUT = 32  # one key in so many is for valid
+MANY_KEYS = 10_000  # to draw before giving up: valid needs 32 on average
 
 
 class Plot(NamedTuple):
@@ -127,18 +128,20 @@ def _weigh(part: str, word: str) -> int:
     return int.from_bytes(blake2b(f"{part}: {word}".encode(), digest_size=8).digest(), "little")
 
 
-def _imagine(seed: int, index: int, split: str) -> World:
+def _imagine(seed: int, index: int, split: str, variety: int | None = None) -> World:
     """Draw keys until one belongs to the split, then live through the story."""
     if split not in SPLITS:
         raise ValueError(f"a split is one of {', '.join(SPLITS)}, not {split!r}")
     if index < 0:
         raise ValueError(f"stories are numbered from 0, and {index} is before the first")
-    dice = Dice(seed, SPLITS.index(split), index)
-    while True:
+    dice = Dice(seed, SPLITS.index(split), index, variety=variety)
+    for _ in range(MANY_KEYS):
         plot = dice.pick(PLOTS)
         hero, noun, place = dice.pick(plot.heroes), dice.pick(plot.objects), dice.pick(plot.places)
         if is_held_out(plot.name, hero.name, noun, place.name) == (split == "valid"):
             break
+    else:
+        raise ValueError(f"A world of variety {variety} is too small: none of its keys is for {split}. Take more.")
     world = World(dice, plot.name, hero, noun, place)
     plot.tell(world)
     return world
@@ -147,14 +150,14 @@ def _imagine(seed: int, index: int, split: str) -> World:
 # --- what others call ------------------------------------------------------------------------------------------------
 
 
-def story(seed: int, index: int, split: str = "train") -> str:
-    """One story: paragraphs of plain ASCII, separated by newlines."""
-    return _imagine(seed, index, split).text().replace(MARK_START, "").replace(MARK_END, "")
+def story(seed: int, index: int, split: str = "train", *, variety: int | None = None) -> str:
+    """One story: paragraphs of plain ASCII, separated by newlines. With `variety`, from a small world: see Dice."""
+    return _imagine(seed, index, split, variety).text().replace(MARK_START, "").replace(MARK_END, "")
 
 
-def stories(seed: int = 0, *, split: str = "train", start: int = 0) -> Iterator[str]:
+def stories(seed: int = 0, *, split: str = "train", start: int = 0, variety: int | None = None) -> Iterator[str]:
     """All stories of a split from number `start` on; there is no last one."""
-    return (story(seed, index, split) for index in count(start))
+    return (story(seed, index, split, variety=variety) for index in count(start))
 
 
 def facts(seed: int, index: int, split: str = "train") -> Facts:

@@ -112,7 +112,8 @@ class LatentAttention(nn.Module):
 
     def __init__(self, config: ModelConfig, ops: Ops) -> None:
         super().__init__()
-        assert config.kv_latent and config.rope_head_dim  # ModelConfig has checked
+        assert config.kv_latent  # ModelConfig has checked
+        assert config.rope_head_dim
         self.config, self.ops = config, ops
         heads, width, turned = config.num_heads, config.head_width, config.rope_head_dim
         if config.q_latent:
@@ -128,7 +129,9 @@ class LatentAttention(nn.Module):
 
     def forward(self, x: Tensor, angles: Angles | None, cache: LayerCache | None = None) -> Tensor:
         config, eps = self.config, self.config.norm_eps
-        assert angles is not None and config.kv_latent and config.rope_head_dim
+        assert angles is not None
+        assert config.kv_latent
+        assert config.rope_head_dim
         batch, tokens, _ = x.shape
         heads, width, turned = config.num_heads, config.head_width, config.rope_head_dim
 

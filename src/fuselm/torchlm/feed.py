@@ -58,7 +58,8 @@ class Feed:
                 pairs = pairs.pin_memory().to(self.device, non_blocking=True)
             inputs, targets = pairs.long().unbind(0)
         else:
-            starts = torch.from_numpy(self.loader.next_starts()).to(self.device, non_blocking=True)  # [B]
+            # Pinned: a copy from pageable memory would wait until the GPU has done everything before it.
+            starts = torch.from_numpy(self.loader.next_starts()).pin_memory().to(self.device, non_blocking=True)  # [B]
             ids = self._tokens[starts[:, None] + self._window].long()  # [B, T + 1]
             ids = ids & 0xFFFF if self._tokens.dtype == torch.int16 else ids
             inputs, targets = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()

@@ -11,10 +11,10 @@ from pathlib import Path
 import torch
 
 from fuselm import cost
-from fuselm.config import ModelConfig
+from fuselm.config import ModelConfig, changed
 
 SHARE = 0.85  # of what is free: estimates err, and allocators leave gaps
-CPU_ROWS = 8  # on a CPU more rows at once are not faster once a matmul is large enough, and fall out of the caches
+CPU_TOKENS = 4096  # at once on a CPU: more are not faster once matmuls are large enough, and fall out of the caches
 
 
 def free_bytes(device: torch.device) -> int:
@@ -37,10 +37,12 @@ def _lines(path: Path) -> list[str]:
 
 def pick_micro_batch(config: ModelConfig, batch_size: int, device: torch.device, precision: str) -> int:
     """The largest part of a batch, into equal parts, that fits beside weights, gradients and the optimiser's state."""
+    if device.type == "cpu" and (config.dropout or config.attention == "latent"):
+        config = changed(config, attention_path="written")  # there SDPA makes whole matrices for these, as if written
     free = free_bytes(device) * SHARE - cost.training_state_bytes(config)
     width = 4 if precision == "fp32" else 2
     parts = (rows for rows in range(batch_size, 0, -1) if batch_size % rows == 0)
-    most = batch_size if device.type == "cuda" else CPU_ROWS
+    most = batch_size if device.type == "cuda" else max(1, CPU_TOKENS // config.context)
     for rows in parts:
         if rows <= most and cost.activation_bytes(config, rows, config.context, width) <= free:
             return rows

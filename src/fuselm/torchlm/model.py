@@ -24,8 +24,6 @@ from fuselm.torchlm.cache import Cache, LayerCache
 from fuselm.torchlm.layers import Linear, Norm
 from fuselm.torchlm.mlp import MLP, MoE
 
-INIT_STD = 0.02
-
 
 class Block(nn.Module):
     """Attention, then feed-forward, each behind a norm and added to the residual stream.
@@ -138,9 +136,10 @@ def initialise(model: Transformer, seed: int) -> None:
     What is added to the residual stream begins smaller the more layers add to it. Norms and biases are set already.
     """
     generator = torch.Generator().manual_seed(seed)
-    smaller = INIT_STD / math.sqrt(2 * model.config.num_layers)
+    std = model.config.init_std or 1 / math.sqrt(model.config.width)
+    smaller = std / math.sqrt(2 * model.config.num_layers)
     for name, parameter in model.named_parameters():
         if parameter.dim() < 2 or name.endswith("bias"):
             continue
         adds = name.endswith(("out.weight", "down.weight", "mlp.down"))
-        parameter.normal_(0.0, smaller if adds else INIT_STD, generator=generator)
+        parameter.normal_(0.0, smaller if adds else std, generator=generator)

@@ -230,7 +230,7 @@ class Trainer:
         progress.bad_steps += 1
         if progress.bad_steps >= self.config.bad_steps:
             first = progress.step - progress.bad_steps + 1
-            kept = f"step {self.run.load('last').step} in {self.run.folder}" if self.run.has_checkpoint else "none yet"
+            kept = f"step {self.run.saved['last']} in {self.run.folder}" if self.run.has_checkpoint else "none yet"
             raise TrainingFailed(
                 f"Steps {first} to {progress.step} were all bad and were not made ({fault}); the last good checkpoint "
                 f"is {kept}. Use a lower learning rate or a longer warm-up, or look at the data."

@@ -44,17 +44,22 @@ T = TypeVar("T")
 
 # What a reader could have foretold is told between these two marks; stories.py takes them out and notes the offsets.
 MARK_START, MARK_END = "\x01", "\x02"
+LONG = 48  # of a long list, as those of names, one in so many is taken even in a small world
+MANY_TRIES = 100  # of drawing something that fits: far more than a world of full variety ever needs
 
 
 class Dice:
     """Random choices from numbers of our own making: the same on every machine and Python version.
 
     BLAKE2b in counter mode: one hash gives sixteen numbers, at 0.3 us each; a step of SplitMix64 in Python took 0.7.
+    With `variety` only so many options of any choice are ever taken, spread over all of them: a smaller world, and the
+    same grammar.
     """
 
-    __slots__ = ("roll",)
+    __slots__ = ("roll", "variety")
 
-    def __init__(self, *parts: int) -> None:
+    def __init__(self, *parts: int, variety: int | None = None) -> None:
+        self.variety = variety or 1 << 32
         key = b"".join((part % (1 << 64)).to_bytes(8, "little") for part in parts)
         self.roll = _numbers(key).__next__  # the next 32-bit number
 
@@ -62,12 +67,14 @@ class Dice:
         return self.roll() * bound >> 32
 
     def pick(self, options: Sequence[T]) -> T:
-        return options[self.roll() * len(options) >> 32]
+        size = len(options)
+        used = min(size, max(self.variety, size // LONG))
+        return options[(self.roll() * used >> 32) * size // used]
 
     def pick_nested(self, options: Sequence[Sequence[T]]) -> T:
         """First one of the options, then one of its variants: an option with many is not told more often."""
-        variants = options[self.roll() * len(options) >> 32]
-        return variants[self.roll() * len(variants) >> 32] if len(variants) > 1 else variants[0]
+        variants = self.pick(options)
+        return self.pick(variants) if len(variants) > 1 else variants[0]
 
 
 def _numbers(key: bytes) -> Iterator[int]:
@@ -220,11 +227,15 @@ class World:
     def bring(self, role: str) -> None:
         """Somebody new comes in, whose name begins with another letter: two names are never mixed up."""
         taken = [being.name[0] for being in self.cast.values()]
-        while True:
-            being = self.dice.pick_nested(COMPANY[self.cast["hero"].sort])
+        company = COMPANY[self.cast["hero"].sort]
+        fitting = (being for beings in company for being in beings if being.name[0] not in taken)
+        for _ in range(MANY_TRIES):
+            being = self.dice.pick_nested(company)
             if being.name[0] not in taken:
-                self._enter(role, self._with_kind(being))
-                return
+                break
+        else:  # in a world of a few names
+            being = next(fitting)
+        self._enter(role, self._with_kind(being))
 
     def _enter(self, role: str, being: Being) -> None:
         self.cast[role] = being
@@ -272,11 +283,14 @@ class World:
     def another_thing(self, suffix: str) -> Thing:
         """A second thing, small, and of another noun than the first and than whatever already has looks."""
         known = {value for key, value in self.fields.items() if key.startswith("thing")}
-        while True:
+        for _ in range(MANY_TRIES):
             thing = self.dice.pick(THINGS)
             if thing.noun not in known and thing.noun not in BIG:
-                self.describe(suffix, thing)
-                return thing
+                break
+        else:  # in a world of a few things
+            thing = next(thing for thing in THINGS if thing.noun not in known and thing.noun not in BIG)
+        self.describe(suffix, thing)
+        return thing
 
     def a_spot(self, *prepositions: str) -> str:
         """A spot that no item has had yet and that is not named after a thing; with `prepositions`, one of those."""

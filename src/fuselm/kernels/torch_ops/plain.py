@@ -151,7 +151,7 @@ def linear_cross_entropy(
 def embedding(
     ids: Tensor, weight: Tensor, *, position_weight: Tensor | None = None, positions: Tensor | None = None
 ) -> Tensor:
-    """Rows of weight [V, D] for ids [B, T]; plus learned positions, rows of position_weight, 0 to T - 1 unless given."""
+    """Rows of weight [V, D] for ids [B, T]; plus rows of position_weight for positions, 0 to T - 1 unless given."""
     x = F.embedding(ids, weight)  # [B, T, D]
     if position_weight is None:
         return x

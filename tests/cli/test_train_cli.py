@@ -1,0 +1,409 @@
+"""`fuselm train`: a whole small run, what it writes and says, signals, resuming, and its refusals."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import namedtuple
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner, Result
+
+from fuselm import checkpoint
+from fuselm.checkpoint import open_run
+from fuselm.cli import app
+from fuselm.config import PRESETS
+from fuselm.torchlm.log import read_log
+from tests.torchlm.runs import child_environment, prepared
+
+SHAPE = (
+    "--preset", "tiny", "--device", "cpu", "--batch-size", "2", "--context", "16", "--set", "num_layers=1", "--set",
+    "width=16", "--set", "num_heads=2", "--set", "ffn_width=32", "--set", "log_every=1",
+)  # fmt: skip
+TINY = (*SHAPE, "--steps", "6", "--set", "eval_every=3", "--set", "sample_tokens=5")
+
+
+def fuselm(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(app, ["train", *map(str, arguments)])
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return prepared(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="module")
+def finished(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that has been trained to its end; tests only look at it."""
+    out = tmp_path_factory.mktemp("runs") / "finished"
+    result = fuselm(data, *TINY, "--out", out, "--samples", "2")
+    assert result.exit_code == 0, result.output
+    return out
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.name not in (".lock", ".probe")
+    }
+
+
+# --- a whole run -----------------------------------------------------------------------------------------------------
+
+
+def test_a_run_leaves_everything_in_one_folder(finished: Path) -> None:
+    names = {path.name for path in finished.iterdir()}
+    assert {"config.json", "tokenizer.json", "checkpoints.json", "log.jsonl", "curve.png", "report.md"} <= names
+    assert (finished / "curve.png").read_bytes().startswith(b"\x89PNG")
+    assert "![" in (finished / "report.md").read_text()
+    run = open_run(finished)
+    assert (run.saved["last"], run.model.width, run.model.context) == (6, 16, 16)
+    assert run.train is not None
+    assert (run.train.steps, run.train.batch_size, run.train.warmup) == (6, 2, 1)  # the preset's, in proportion
+    kinds = [(record["kind"], record["step"]) for record in read_log(finished / "log.jsonl")]
+    assert [step for kind, step in kinds if kind == "step"] == [1, 2, 3, 4, 5, 6]
+    assert (
+        [step for kind, step in kinds if kind == "eval"] == [step for kind, step in kinds if kind == "sample"] == [3, 6]
+    )
+    assert kinds[-1] == ("end", 6)
+
+
+def test_it_says_what_it_does_and_what_to_type_next(data: Path, tmp_path: Path) -> None:
+    out = tmp_path / "my run"
+    result = fuselm(data, *TINY, "--out", out)
+    assert result.exit_code == 0, result.output
+    assert "cpu, fp32; 6 steps, 2 rows of 16 tokens a step" in result.stderr
+    assert "step 6: validation loss " in result.stderr
+    assert "best validation loss " in result.stdout
+    assert f"fuselm plot '{out}'" in result.stdout
+
+
+def test_the_same_command_again_finds_nothing_left_to_do(data: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    command = (data, *TINY, "--out", out, "--json")
+    first = fuselm(*command)
+    before = contents(out)
+    second = fuselm(*command)
+    assert (first.exit_code, second.exit_code) == (0, 0), second.output
+    after = contents(out)
+    kept = [name for name in before if name.startswith("step-") or name in ("checkpoints.json", "config.json")]
+    assert any(name.startswith("step-") for name in kept)
+    assert [after.get(name) for name in kept] == [before[name] for name in kept]
+    steps = [record["step"] for record in read_log(out / "log.jsonl") if record["kind"] == "step"]
+    assert steps == [1, 2, 3, 4, 5, 6]
+    answers = [json.loads(result.stdout.splitlines()[-1]) for result in (first, second)]
+    assert answers[0]["best_loss"] == answers[1]["best_loss"]
+
+
+def test_json_is_the_last_line_and_has_the_best_loss(data: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    result = fuselm(data, *TINY, "--out", out, "--json", "--samples", "0")
+    answer = json.loads(result.stdout.splitlines()[-1])
+    assert answer["run"] == str(out)
+    assert answer["best_loss"] == open_run(out).best_loss
+    assert answer["best_step"] == open_run(out).saved["best"]
+
+
+def test_the_presets_are_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    lines = fuselm("--list").stdout.splitlines()
+    assert [line.split()[0] for line in lines] == list(PRESETS)
+    rows = json.loads(fuselm("--list", "--json").stdout)
+    assert {row["name"]: row["corpus"] for row in rows} == {name: one.corpus for name, one in PRESETS.items()}
+    assert all(row["parameters"] > 10_000 and row["about"] for row in rows)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_csv_has_a_row_for_each_step_also_when_it_is_asked_for_later(
+    data: Path, tmp_path: Path, finished: Path
+) -> None:
+    result = fuselm(data, *TINY, "--out", tmp_path / "run", "--samples", "0", "--log-csv", tmp_path / "a" / "run.csv")
+    assert result.exit_code == 0, result.output
+    shutil.copytree(finished, tmp_path / "copy")
+    result = fuselm("--resume", tmp_path / "copy", "--samples", "0", "--log-csv", tmp_path / "later.csv")
+    assert result.exit_code == 0, result.output
+    for path in (tmp_path / "a" / "run.csv", tmp_path / "later.csv"):
+        with path.open(newline="") as file:
+            rows = list(csv.DictReader(file))
+        assert [int(row["step"]) for row in rows if row["train_loss"]] == [1, 2, 3, 4, 5, 6]
+        assert [int(row["step"]) for row in rows if row["valid_loss"]] == [3, 6]
+
+
+def test_tensorboard_files_lie_in_the_run(data: Path, tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    result = fuselm(data, *TINY, "--out", tmp_path / "run", "--samples", "0", "--tensorboard")
+    assert result.exit_code == 0, result.output
+    assert [path.name for path in (tmp_path / "run" / "tensorboard").glob("events.*")]
+
+
+def test_text_is_tokenised_into_the_run_and_overwrite_begins_anew(tmp_path: Path) -> None:
+    text, out = tmp_path / "hen.txt", tmp_path / "run"
+    text.write_text("Once upon a time there was a little red hen who lived by the sea.\n" * 60)
+    options = (text, *TINY, "--preset", "naive-char", "--samples", "0", "--out", out)
+    assert fuselm(*options).exit_code == 0
+    assert (out / "data" / "prepared.json").is_file()
+    assert open_run(out).model.vocab_size == len(set(text.read_text()))
+    result = fuselm(*options, "--steps", "4", "--overwrite")
+    assert result.exit_code == 0, result.output
+    assert open_run(out).saved["last"] == 4
+    steps = [record["step"] for record in read_log(out / "log.jsonl") if record["kind"] == "step"]
+    assert steps == [1, 2, 3, 4]
+
+
+# --- signals ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_saves_and_the_run_goes_on_from_there(number: signal.Signals, data: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    options = (*SHAPE, "--steps", "800", "--set", "eval_every=800", "--set", "sample_every=0", "--samples", "0")
+    command = [sys.executable, "-m", "fuselm", "train", str(data), *options, "--out", str(out)]
+    with subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=child_environment()
+    ) as process:
+        deadline = time.monotonic() + 120
+        while process.poll() is None and time.monotonic() < deadline:
+            if (out / "log.jsonl").exists() and (out / "log.jsonl").stat().st_size:
+                break
+            time.sleep(0.005)
+        process.send_signal(number)
+        _, words = process.communicate(timeout=60)
+    assert process.returncode == 130, words
+    step = open_run(out).saved["last"]
+    assert 0 < step < 800
+    assert f"stopped at step {step}; everything is saved" in words
+    assert f"go on with: fuselm train --resume {out}" in words
+    assert "Traceback" not in words
+    result = fuselm("--resume", out, "--device", "cpu", "--samples", "0")
+    assert result.exit_code == 0, result.output
+    assert f"going on from step {step} of 800" in result.stderr
+    assert open_run(out).saved["last"] == 800
+    steps = [record["step"] for record in read_log(out / "log.jsonl") if record["kind"] == "step"]
+    assert steps == list(range(1, 801))
+
+
+# --- refusals --------------------------------------------------------------------------------------------------------
+
+
+def assert_refused(result: Result, says: str) -> None:
+    """One sentence on stderr and exit code 1."""
+    assert result.exit_code == 1, result.output
+    errors = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1, result.stderr
+    assert says in errors[0]
+    assert errors[0] == result.stderr.splitlines()[-1]
+    assert "Traceback" not in result.output
+
+
+def trained(folder: Path) -> bool:
+    return (folder / "checkpoints.json").exists() or (folder / "log.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("{data}", "--preset", "tini"), "no preset 'tini'; the presets are demo, tinylm, "),
+        (("{data}", "--preset", "tini"), "Did you mean tiny?"),
+        (("{data}", "--set", "num_heads=5"), "got width 16 and 5 heads. Take 4 heads, or give head_dim."),
+        (("{data}", "--set", "num_head=4"), "no field 'num_head'; it has vocab_size, "),
+        (("{data}", "--set", "num_head=4"), "Did you mean num_heads?"),
+        (("{data}", "--set", "dropout"), "--set takes name=value; got 'dropout'."),
+        (("{data}", "--set", "vocab_size=9"), "vocab_size comes from the tokenizer."),
+        (("{data}", "--set", "width=wide"), "width is a whole number; got 'wide'."),
+        (("{data}", "--set", "schedule=cosin"), "one of cosine, linear, wsd, constant; got 'cosin'"),
+        (("{data}", "--micro-batch", "3"), "micro_batch divides batch_size; got 3 for 2."),
+        (("{data}", "--steps", "0"), "steps is a number above 0; got 0."),
+        (("{data}", "--samples", "-1"), "--samples is 0 or more; got -1."),
+        (("{data}", "--precision", "fp16"), "fp16 trains on a GPU; the device is the CPU. Use --precision fp32"),
+        (("{data}", "--precision", "fp8"), "one of auto, fp32, bf16, fp16; got 'fp8'"),
+        (("{data}", "--device", "tpu"), "A device is auto, cpu, cuda or cuda:1; got 'tpu'."),
+        (("{data}", "--impl", "fused"), "fused"),
+        (("{data}", "--tokenizer", "{data}/tokenizer.json"), "is tokenised already; --tokenizer and --limit-mb come"),
+        (("{data}", "--limit-mb", "1"), "is tokenised already; --tokenizer and --limit-mb come too late."),
+        (("{data}", "--context", "12000"), "A row is context + 1 = 12001 tokens; train has "),
+        (("{data}", "--batch-size", "900"), "An epoch holds a global batch or more"),
+        (("{small}",), "Use a smaller context or a longer corpus."),
+        (("{empty}",), "empty.txt has no text"),
+        (("nowhere",), "A corpus is one of stories, tinyshakespeare"),
+        (("{data}", "--out", "{file}/run"), "A run writes into its folder; {file}/run refuses (Not a directory)."),
+        (("{data}", "--out", "{file}"), "A run is a folder; {file} is a file."),
+        (("{data}", "--out", "/proc/fuselm"), "A run writes into its folder; /proc/fuselm refuses ("),
+        (("{data}", "--out", "{full}"), "{full} holds other files: thesis.txt. Use another folder."),
+    ],
+)
+@pytest.mark.filterwarnings("default")  # a small text gives a small vocabulary, with a warning
+def test_what_cannot_be_done_is_refused_before_a_step_is_made(
+    arguments: tuple[str, ...], says: str, data: Path, tmp_path: Path
+) -> None:
+    names = {"data": data, "file": tmp_path / "file", "full": tmp_path / "full"}
+    names |= {"small": tmp_path / "small.txt", "empty": tmp_path / "empty.txt"}
+    names["file"].write_text("a file")
+    names["small"].write_text("too short")
+    names["empty"].write_text("")
+    names["full"].mkdir()
+    (names["full"] / "thesis.txt").write_text("do not touch")
+    filled = [argument.format(**names) for argument in arguments]
+    result = fuselm(filled[0], *TINY, "--out", tmp_path / "run", *filled[1:])
+    assert_refused(result, says.format(**names))
+    assert not trained(tmp_path / "run")
+    assert contents(names["full"]) == {"thesis.txt": b"do not touch"}
+    assert names["file"].read_text() == "a file"
+
+
+def test_a_gpu_that_is_not_there_is_refused(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    result = fuselm(data, *TINY, "--out", tmp_path / "run", "--device", "cuda")
+    assert_refused(result, "This machine has 0 CUDA devices; got 'cuda'. Use cpu or auto.")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_disk_that_is_too_full_is_refused(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**6, 10**6 - 5000, 5000))
+    result = fuselm(data, *TINY, "--out", tmp_path / "run")
+    assert_refused(result, "has 0 MB free. Make room, or use a folder on another disk.")
+    assert not trained(tmp_path / "run")
+
+
+def test_a_folder_that_refuses_to_be_written_is_refused(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write_whole(path: Path, text: str | bytes) -> None:
+        raise OSError(30, os.strerror(30), str(path))
+
+    monkeypatch.setattr(checkpoint, "write_whole", write_whole)
+    result = fuselm(data, *TINY, "--out", tmp_path / "run")
+    assert_refused(result, f"{tmp_path / 'run'} refuses (Read-only file system). Use another.")
+
+
+def test_a_disk_that_fills_up_on_the_way_leaves_the_last_checkpoint(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = checkpoint._publish
+
+    def publish(folder: Path, step: int, *rest: Any) -> None:
+        if step == 6:
+            raise OSError(28, os.strerror(28))
+        whole(folder, step, *rest)
+
+    monkeypatch.setattr(checkpoint, "_publish", publish)
+    out = tmp_path / "run"
+    assert_refused(fuselm(data, *TINY, "--out", out), "Make room there, and resume.")
+    assert open_run(out).saved["last"] == 3
+    monkeypatch.undo()
+    assert fuselm(data, *TINY, "--out", out).exit_code == 0
+    assert open_run(out).saved["last"] == 6
+
+
+# --- a run that is there ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (("--set", "width=32"), "has model.width = 16 (asked for: 32)"),
+        (("--steps", "60"), "has train.steps = 6 (asked for: 60)"),
+        (("--lr", "0.5"), "has train.learning_rate = 0.003 (asked for: 0.5)"),
+        (("--preset", "small"), 'data.preset = "tiny" (asked for: "small")'),
+    ],
+)
+def test_a_folder_of_another_config_is_refused_by_field_and_values(
+    change: tuple[str, ...], says: str, data: Path, finished: Path
+) -> None:
+    before = contents(finished)
+    result = fuselm(data, *TINY, "--out", finished, *change)
+    if "--preset" in change:
+        assert result.exit_code == 1, result.output  # many fields differ, and the first ones are named
+        assert "A run keeps its config" in result.stderr
+    else:
+        assert_refused(result, says)
+    assert contents(finished) == before
+
+
+def test_other_data_for_a_run_is_refused(finished: Path, tmp_path: Path) -> None:
+    other = prepared(tmp_path / "other")
+    assert_refused(fuselm(other, *TINY, "--out", finished), "data.corpus = ")
+
+
+@pytest.mark.parametrize(
+    ("more", "named"),
+    [
+        (("--steps", "9"), "--steps"),
+        (("--lr", "0.1"), "--learning-rate"),
+        (("--preset", "tiny", "--set", "width=16"), "--preset, --set"),
+        (("stories",), "CORPUS"),
+        (("--out", "x", "--micro-batch", "1", "--no-compile"), "--out, --micro-batch, --compile"),
+        (("--limit-mb", "1"), "--limit-mb"),
+    ],
+)
+def test_resume_takes_no_other_config(more: tuple[str, ...], named: str, finished: Path) -> None:
+    before = contents(finished)
+    says = f"--resume goes on with the config in the folder; got {named} as well. Leave that out."
+    assert_refused(fuselm("--resume", finished, *more), says)
+    assert contents(finished) == before
+
+
+def test_resume_wants_a_run(tmp_path: Path, data: Path) -> None:
+    assert_refused(fuselm("--resume", tmp_path / "nowhere"), f"{tmp_path / 'nowhere'} is not there.")
+    assert_refused(fuselm("--resume", tmp_path), f"A run is a folder with config.json; {tmp_path} has no config.json.")
+    assert_refused(fuselm("--resume", data), "has no config.json")
+
+
+def begun_with(data: Path, out: Path) -> Path:
+    result = fuselm(data, *TINY, "--out", out, "--samples", "0")
+    assert result.exit_code == 0, result.output
+    return out
+
+
+def test_a_prepared_folder_of_another_tokenizer_is_refused_on_resume(tmp_path: Path) -> None:
+    data = prepared(tmp_path / "data")
+    out = begun_with(data, tmp_path / "run")
+    before = contents(out)
+    shutil.rmtree(data)
+    text = tmp_path / "text.txt"
+    text.write_text("another text with other letters: ÄÖÜ. " * 50)
+    prepare = ["data", "prepare", str(text), "--characters", "--out", str(data)]
+    assert CliRunner().invoke(app, prepare).exit_code == 0
+    for command in (("--resume", out), (data, *TINY, "--out", out)):
+        assert_refused(fuselm(*command), f"A run keeps its data; {data} has changed since it began (train_tokens).")
+    assert contents(out) == before
+
+
+@pytest.mark.parametrize(
+    ("name", "tamper", "says"),
+    [
+        ("train.tokens", lambda raw: raw[:-100], "is truncated"),
+        ("train.tokens", lambda raw: raw + b"12345678", "is longer than it should be"),
+        ("valid.tokens", lambda raw: b"", "is empty"),
+        ("prepared.json", lambda raw: raw.replace(b"a", b"b"), "are made together"),
+        ("prepared.json", lambda raw: b"{", "is not JSON"),
+        ("tokenizer.json", lambda raw: raw[:-10], "tokenizer.json"),
+    ],
+)
+@pytest.mark.parametrize("resumed", [True, False])
+def test_a_prepared_folder_that_was_tampered_with_is_refused(
+    name: str, tamper: Any, says: str, resumed: bool, finished: Path, data: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(data, tmp_path / "data")
+    command: tuple[Any, ...] = (tmp_path / "data", *TINY, "--out", tmp_path / "run")
+    if resumed:
+        shutil.copytree(finished, tmp_path / "run")
+        config = tmp_path / "run" / "config.json"
+        config.write_text(config.read_text().replace(str(data), str(tmp_path / "data")))
+        command = ("--resume", tmp_path / "run")
+    (tmp_path / "data" / name).write_bytes(tamper((tmp_path / "data" / name).read_bytes()))
+    before = contents(tmp_path / "run") if resumed else {}
+    result = fuselm(*command)
+    assert_refused(result, says)
+    assert not resumed or contents(tmp_path / "run") == before
+    assert resumed or not trained(tmp_path / "run")
