@@ -217,7 +217,7 @@ def _check_same(run: Run, asked: Json, tokenizer: Tokenizer | None) -> None:
         different.append("another tokenizer")
     if different:
         shown = ", ".join(different[:3]) + (f" and {len(different) - 3} more" if len(different) > 3 else "")
-        remedy = "Use another folder, or overwrite=True to lose what is there and start anew."
+        remedy = "Use another folder, or --overwrite (overwrite=True) to lose what is there and start anew."
         raise RunError(f"A run keeps its config; {run.folder} has {shown}. {remedy}")
 
 

@@ -225,6 +225,8 @@ def _check_train(config: TrainConfig) -> None:
         )
     if not all(0 <= beta < 1 for beta in config.betas):
         raise ConfigError(f"betas are 0 or more and below 1; got {config.betas}.")
+    if not 0 <= config.seed < 2**63:
+        raise ConfigError(f"seed is 0 or more and below 2**63; got {config.seed}.")
     if config.spike_factor <= 1:
         raise ConfigError(f"spike_factor is above 1; got {config.spike_factor}.")
 
@@ -241,11 +243,11 @@ def changed(config: Config, **changes: Any) -> Config:
     return dataclasses.replace(config, **changes)
 
 
-def parsed(kind: type[Config], name: str, text: str) -> Any:
-    """The value of a field from what somebody typed: `4`, `true`, `none`, `rope`, `{"softmax": "torch"}`."""
-    names = [item.name for item in dataclasses.fields(kind)]
+def parsed(name: str, text: str) -> Any:
+    """The value of a field of either config from what somebody typed: `4`, `true`, `none`, `rope`, `[0.9, 0.95]`."""
+    names = [item.name for kind in (ModelConfig, TrainConfig) for item in dataclasses.fields(kind)]
     if name not in names:
-        raise ConfigError(_unknown(f"{kind.__name__} has no field", name, names))
+        raise ConfigError(_unknown("There is no field", name, names).replace("it has", "there are"))
     try:
         value = json.loads(text.lower() if text.lower() in ("true", "false") else text)
     except ValueError:

@@ -34,6 +34,9 @@ class AdamW(torch.optim.Optimizer):
     learning rate that is a 0-dim tensor on the parameters' device can be changed without a host synchronisation.
     """
 
+    _compiled: Any = None  # what `compile` has made; not part of a copy or a state
+    _counted: tuple[dict[str, Any], ...] = ()  # the states that the last step has counted
+
     def __init__(
         self,
         params: Any,
@@ -44,14 +47,11 @@ class AdamW(torch.optim.Optimizer):
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         _check_options(defaults)
-        self._update: Any = ops.adamw
-        self._compiled = False
         super().__init__(params, defaults)
 
     def compile(self) -> None:
         """From now on each group's step is one graph of torch.compile: one pass over memory instead of nine."""
-        self._update = torch.compile(ops.adamw, fullgraph=True, dynamic=False)
-        self._compiled = True
+        self._compiled = torch.compile(ops.adamw, fullgraph=True, dynamic=False)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's; options of the group and dtypes of its parameters are checked first."""
@@ -74,14 +74,16 @@ class AdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._counted = ()
         for group in self.param_groups:
             self._step_group(group, grad_scale, skip)
         return loss
 
     def uncount(self) -> None:
-        """Take back the count of a step that was skipped."""
-        for state in self.state.values():
+        """Take back what the last step has counted, since it was skipped."""
+        for state in self._counted:
             state["step"] -= 1
+        self._counted = ()
 
     def _step_group(self, group: dict[str, Any], grad_scale: Tensor | None, skip: Tensor | None) -> None:
         # Parameters that were without a gradient now and then have taken fewer steps, and so have other corrections.
@@ -99,10 +101,10 @@ class AdamW(torch.optim.Optimizer):
                 )
             states = [self.state[param] for param in params]
             number: Any = taken + 1
-            if self._compiled:  # as tensors: a graph that holds numbers would be compiled anew at each step
+            if self._compiled is not None:  # as tensors: a graph that holds numbers would be compiled anew at each step
                 number = torch.full((), taken + 1.0, device=device)
                 options["lr"] = torch.full((), float(options["lr"]), device=device)
-            self._update(
+            (self._compiled or ops.adamw)(
                 params,
                 [param.grad for param in params],
                 [state["exp_avg"] for state in states],
@@ -113,6 +115,7 @@ class AdamW(torch.optim.Optimizer):
                 **options,
             )
             torch._foreach_add_([state["step"] for state in states], 1)
+            self._counted += tuple(states)
 
     def _state_of(self, param: Tensor) -> dict[str, Any]:
         assert param.grad is not None

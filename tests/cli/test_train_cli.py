@@ -234,7 +234,7 @@ def trained(folder: Path) -> bool:
         (("{data}", "--batch-size", "900"), "An epoch holds a global batch or more"),
         (("{small}",), "Use a smaller context or a longer corpus."),
         (("{empty}",), "empty.txt has no text"),
-        (("nowhere",), "A corpus is one of stories, tinyshakespeare"),
+        (("nowhere",), "A corpus is one of stories, "),
         (("{data}", "--out", "{file}/run"), "A run writes into its folder; {file}/run refuses (Not a directory)."),
         (("{data}", "--out", "{file}"), "A run is a folder; {file} is a file."),
         (("{data}", "--out", "/proc/fuselm"), "A run writes into its folder; /proc/fuselm refuses ("),

@@ -44,12 +44,13 @@ def test_a_gpu_takes_the_largest_equal_part_that_fits(
     assert pick_micro_batch(config(), 24, GPU, precision) == taken
 
 
-@given(st.integers(1, 200))
-def test_a_part_always_divides_the_batch_and_a_cpu_takes_few_rows(batch_size: int) -> None:
-    rows = pick_micro_batch(config(), batch_size, CPU, "fp32")
+@given(st.integers(1, 200), st.sampled_from([128, 1024, 8192]))
+def test_a_part_always_divides_the_batch_and_a_cpu_takes_few_tokens(batch_size: int, context: int) -> None:
+    rows = pick_micro_batch(config(context=context), batch_size, CPU, "fp32")
+    most = max(1, memory.CPU_TOKENS // context)
     assert batch_size % rows == 0
-    assert rows <= memory.CPU_ROWS
-    assert not any(batch_size % more == 0 for more in range(rows + 1, memory.CPU_ROWS + 1))
+    assert rows <= most
+    assert not any(batch_size % more == 0 for more in range(rows + 1, most + 1))
 
 
 @pytest.mark.parametrize("changes", [{"dropout": 0.1}, LATENT])

@@ -211,7 +211,7 @@ def test_a_mixture_that_starts_unbalanced_is_balanced_by_training(seed: int) -> 
         (loss + model.config.balance_weight * balance).backward()
         optimizer.step()
         balances.append(balance.item())
-    assert balances[0] > 4.0
+    assert balances[0] > 3.0
     assert balances[-1] < 1.5
 
 

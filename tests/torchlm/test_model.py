@@ -125,6 +125,44 @@ def test_plain_torch_and_auto_agree(name: str) -> None:
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("path", ["sdpa", "written"])
+@pytest.mark.parametrize("name", ["qk-norm-learned", "mla-q-latent", "gpt2", "moe-shared"])
+def test_a_model_takes_every_op_from_what_its_config_chooses(name: str, path: str) -> None:
+    """Each op that is put in the place of another is called, by whatever part needs it."""
+    model, used = oracle.stirred(config_of(name, attention_path=path, op_impl={"rms_norm": "torch"})), set()
+    assert model.ops.impls["rms_norm"] == "torch"
+
+    def noting(op: str, function: Any) -> Any:
+        def call(*arguments: Any, **options: Any) -> Any:
+            used.add(op)
+            return function(*arguments, **options)
+
+        return call
+
+    for op in model.ops.impls:
+        setattr(model.ops, op, noting(op, getattr(model.ops, op)))
+    model.loss(*ids_and_targets())
+    config = model.config
+    expected = {"embedding", "linear_cross_entropy"} | ({"rope"} if config.positions == "rope" else set())
+    expected |= {"rms_norm"} if config.norm == "rms" or config.qk_norm or config.attention == "latent" else set()
+    expected |= ({"layer_norm"} if config.norm == "layer" else set()) | ({"softmax"} if path == "written" else set())
+    expected |= {"softmax"} if config.num_experts else set()  # the router's
+    # The activation was taken when the model was made.
+    assert used - {config.activation} == expected
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("name", ["mha", "mla-q-latent", "gpt2", "moe-shared"])
+def test_biases_are_there_if_they_are_asked_for(name: str, bias: bool) -> None:
+    """Of every linear layer but the head and the router, of every expert, and of LayerNorm."""
+    names = [key for key, _ in Transformer(config_of(name, bias=bias)).named_parameters()]
+    without = {key.removesuffix(".weight") for key in names if not key.endswith("bias")}
+    biased = {key.removesuffix(".bias").removesuffix("_bias") for key in names if key.endswith("bias")}
+    norms = {key for key in without if key.endswith("norm")}
+    never = {"embedding", "positions", "head", *(key for key in without if key.endswith("router"))}
+    assert biased == (without - never - (norms if ZOO[name].get("norm") != "layer" else set()) if bias else set())
+
+
 # ---- what a decoder never does --------------------------------------------------------------------------------------
 
 

@@ -95,12 +95,13 @@ def train(
             raise ValueError(f"--samples is 0 or more; got {samples}.")
         if resume is not None:
             given = {"CORPUS": corpus, "--preset": preset, "--out": out, "--tokenizer": tokenizer, **changes}
-            run, shards = _resumed(resume, {**given, "--set": settings, "--limit-mb": limit_mb})
+            given |= {"--set": settings, "--limit-mb": limit_mb, "--overwrite": overwrite or None}
+            run, shards = _resumed(resume, given)
         else:
             name = preset or DEFAULT_PRESET
             plan = make_plan(name, corpus, out, changes, settings or [], tokenizer, limit_mb, overwrite)
             _check_device(device, plan.train.precision)
-            run, shards = open_or_make(plan)
+            run, shards = open_or_make(plan, device)
         check_room(run)
         trainer = _trained(run, shards, device, log_csv, tensorboard)
         command = shlex.join(["fuselm", *sys.argv[1:]])
@@ -139,10 +140,11 @@ def _trained(run: Run, shards: dict[str, Shard], device: str, log_csv: Path | No
     trainer = Trainer(run, shards, device=device)
     begun = trainer.progress.step
     typer.echo(_opening(trainer, cost.describe(run.model)), err=True)
-    logs: list[Any] = [JsonLines(run.folder / LOG, keep_until=begun)]
-    logs += [CsvLines(log_csv, run.folder / LOG)] if log_csv is not None else []
-    logs += [TensorBoard(run.folder / "tensorboard", begun)] if tensorboard else []
+    logs: list[Any] = []
     try:
+        logs.append(JsonLines(run.folder / LOG, keep_until=begun))
+        logs += [CsvLines(log_csv, run.folder / LOG)] if log_csv is not None else []
+        logs += [TensorBoard(run.folder / "tensorboard", begun)] if tensorboard else []
         with shown(trainer.config.steps, begun) as (show, evaluating), _stopped_by_signals(trainer):
             trainer.listeners += [*logs, show]
             trainer.on_evaluation = evaluating

@@ -90,7 +90,7 @@ def make_plan(
 
 def _parsed(settings: list[str]) -> dict[str, Any]:
     """--set name=value, of either config."""
-    from fuselm.config import ModelConfig, TrainConfig, parsed
+    from fuselm.config import parsed
 
     found = {}
     for setting in settings:
@@ -99,8 +99,7 @@ def _parsed(settings: list[str]) -> dict[str, Any]:
             raise ValueError(f"--set takes name=value; got {setting!r}.")
         if name == "vocab_size":
             raise ValueError("vocab_size comes from the tokenizer. Give --tokenizer, or a corpus prepared with one.")
-        kind: Any = TrainConfig if name in TrainConfig.__dataclass_fields__ else ModelConfig
-        found[name] = parsed(kind, name, text)
+        found[name] = parsed(name, text)
     return found
 
 
@@ -118,9 +117,10 @@ def _fitted(chosen: Preset, training: dict[str, Any]) -> dict[str, Any]:
 # --- the run folder and its data -------------------------------------------------------------------------------------
 
 
-def open_or_make(plan: Plan) -> tuple[Run, dict[str, Shard]]:
+def open_or_make(plan: Plan, device: str) -> tuple[Run, dict[str, Shard]]:
     """The run that was asked for, new or begun before, and its token files."""
-    from fuselm import checkpoint
+    from fuselm import checkpoint, cost
+    from fuselm.torchlm.train import check_run
 
     if (plan.out / checkpoint.CONFIG).is_file() and not plan.overwrite:
         there = checkpoint.open_run(plan.out)
@@ -135,6 +135,8 @@ def open_or_make(plan: Plan) -> tuple[Run, dict[str, Shard]]:
 
     shards = open_prepared(folder)
     model = plan.preset.model(tokenizer.vocab_size, **plan.model_changes)
+    check_run(model, plan.train, shards, device)  # before the folder belongs to a run that cannot be
+    checkpoint.check_writable(plan.out, BYTES_PER_PARAMETER * cost.parameters(model).total)
     data = {**plan.request(), "folder": None if plan.prepared is None else str(folder), **_found(shards)}
     run = checkpoint.create(
         plan.out, model=model, train=plan.train, data=data, tokenizer=tokenizer, overwrite=plan.overwrite

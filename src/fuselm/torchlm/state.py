@@ -43,17 +43,21 @@ def restore(trainer: Trainer, checkpoint: Checkpoint) -> dict[str, int]:
     """Put everything back; returns where the loader goes on."""
     if checkpoint.optimizer is None:
         raise RunError(f"Step {checkpoint.step} holds weights only; a run goes on from one with the optimiser's state.")
-    saved = checkpoint.state
-    if saved["precision"] != trainer.precision:
+    try:
+        return _restore(trainer, checkpoint, checkpoint.optimizer)
+    except (KeyError, TypeError) as error:
         raise RunError(
-            f"A run goes on in the precision it began with, {saved['precision']}; this device and config make it "
-            f"{trainer.precision}. Say --precision {saved['precision']}, or begin a new run."
-        )
+            f"A checkpoint says where the run stands; that of step {checkpoint.step} lacks {error}. Was it edited?"
+        ) from None
+
+
+def _restore(trainer: Trainer, checkpoint: Checkpoint, arrays: Arrays) -> dict[str, int]:
+    saved = checkpoint.state
     load_weights(trainer.model, checkpoint.weights)
-    load_optimizer(trainer.model, trainer.optimizer, checkpoint.optimizer, saved["progress"]["updates"])
-    torch.set_rng_state(torch.from_numpy(checkpoint.optimizer["random.cpu"]))
-    if trainer.device.type == "cuda" and "random.cuda" in checkpoint.optimizer:
-        torch.cuda.set_rng_state(torch.from_numpy(checkpoint.optimizer["random.cuda"]), trainer.device)
+    load_optimizer(trainer.model, trainer.optimizer, arrays, saved["progress"]["updates"])
+    torch.set_rng_state(torch.from_numpy(arrays["random.cpu"]))
+    if trainer.device.type == "cuda" and "random.cuda" in arrays:
+        torch.cuda.set_rng_state(torch.from_numpy(arrays["random.cuda"]), trainer.device)
     trainer.progress = dataclasses.replace(trainer.progress, **saved["progress"])
     trainer.scaler = dataclasses.replace(trainer.scaler, **saved["loss_scale"])
     trainer.micro_batch = saved["micro_batch"]

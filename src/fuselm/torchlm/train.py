@@ -21,9 +21,13 @@ import numpy as np
 import torch
 
 from fuselm import cost
+from fuselm import ops as public_ops
 from fuselm.checkpoint import Run
+from fuselm.config import ModelConfig, TrainConfig
+from fuselm.data.loader import Loader
 from fuselm.data.shards import Shard
 from fuselm.optim import AdamW, decay_groups
+from fuselm.text.tokenizer import Tokenizer
 from fuselm.torchlm.evaluate import Evaluation, evaluate
 from fuselm.torchlm.feed import Feed
 from fuselm.torchlm.log import Listener
@@ -87,10 +91,12 @@ class Trainer:
         self.on_evaluation = on_evaluation
         self.tokenizer = run.tokenizer()
         self.device = pick_device(device)
-        self.precision = pick_precision(self.config.precision, self.device)
+        checkpoint = run.load("last") if run.has_checkpoint else None
+        begun_in = checkpoint.state.get("precision") if checkpoint else None  # "auto" may be another one here
+        self.precision = pick_precision(begun_in or self.config.precision, self.device)
         if self.config.deterministic:
             make_deterministic()
-        check_data(run, shards)
+        check_data(run.model, self.config, shards, self.tokenizer)
         torch.manual_seed(self.config.seed)  # of dropout, on every device
         self.model = Transformer(run.model, dtype=DTYPES[self.precision], device=self.device, seed=self.config.seed)
         self.parameters = list(self.model.parameters())
@@ -104,8 +110,8 @@ class Trainer:
         self.progress = Progress()
         self.micro_batch = self.config.micro_batch or 0
         place: dict[str, int] = {}
-        if run.has_checkpoint:
-            place = restore(self, run.load("last"))
+        if checkpoint is not None:
+            place = restore(self, checkpoint)
         self.micro_batch = self.micro_batch or pick_micro_batch(
             run.model, self.config.batch_size, self.device, self.precision
         )
@@ -133,6 +139,8 @@ class Trainer:
 
     def train(self) -> Progress:
         """Go on to the last step, or until the loss has not got better for long enough."""
+        if self.finished:
+            return self.progress
         with attention_backends(self.config.deterministic):
             begun = time.monotonic() - self.progress.seconds
             while not self.finished:
@@ -144,6 +152,8 @@ class Trainer:
                     self.save()
                     self._tell("end", reason="stopped")
                     raise Interrupted
+            if self._since.losses:
+                self._tell("step", **self._record())
             self._tell("end", reason="patience" if self.progress.step < self.config.steps else "done")
         return self.progress
 
@@ -346,23 +356,35 @@ class _Since:
         return {"loss": mean, "tokens_per_second": round(rate, 1)}
 
 
-def check_data(run: Run, shards: Mapping[str, Shard]) -> None:
-    """Refuse token files of another tokenizer, with ids that the model has no row for, or too short for its context."""
-    fingerprint = run.tokenizer().fingerprint
+def check_data(
+    model: ModelConfig, config: TrainConfig, shards: Mapping[str, Shard], tokenizer: Tokenizer | None
+) -> None:
+    """Refuse token files of another tokenizer, not whole or too short, or with ids that the model has no row for."""
     for split, shard in shards.items():
         header = shard.header
-        if header.fingerprint not in (None, fingerprint):
+        if tokenizer is not None and header.fingerprint not in (None, tokenizer.fingerprint):
             raise ValueError(
                 f"Token files are made by the run's own tokenizer; {split} is of another one. Prepare the corpus with "
-                f"{run.folder / 'tokenizer.json'}, or begin a new run."
+                "the tokenizer.json in the run's folder, or begin a new run."
             )
-        if header.vocab_size is not None and header.vocab_size > run.model.vocab_size:
+        if header.vocab_size is not None and header.vocab_size > model.vocab_size:
             raise ValueError(
-                f"The model has {run.model.vocab_size} tokens; {split} may have ids up to {header.vocab_size - 1}. "
+                f"The model has {model.vocab_size} tokens; {split} may have ids up to {header.vocab_size - 1}. "
                 "Give the model a larger vocab_size."
             )
-        if split == "train" and shard.tokens.size < run.model.context + 1:
-            raise ValueError(
-                f"A row is context + 1 = {run.model.context + 1} tokens; {split} has {shard.tokens.size}. "
-                "Use a smaller context or a longer corpus."
-            )
+        if header.version:  # ours, and so with a checksum
+            shard.verify()
+    if shards["valid"].tokens.size < 2:
+        raise ValueError("A validation split has at least 2 tokens; this one has fewer. Use a longer corpus.")
+    # The loader has the words for a corpus that is too short for a row or a batch.
+    Loader(shards["train"], batch_size=config.batch_size, context=model.context, rows=config.rows)
+
+
+def check_run(model: ModelConfig, config: TrainConfig, shards: Mapping[str, Shard], device_name: str) -> None:
+    """Everything that a Trainer would refuse, without making one: for whoever has not made the run's folder yet."""
+    device = pick_device(device_name)
+    precision = pick_precision(config.precision, device)
+    check_data(model, config, shards, None)
+    public_ops.choose(model.impl, model.op_impl, device=str(device))
+    if config.micro_batch is None:
+        pick_micro_batch(model, config.batch_size, device, precision)
