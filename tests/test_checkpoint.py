@@ -369,7 +369,7 @@ def test_a_run_is_opened_as_it_was_made(tmp_path: Path) -> None:
 
 
 def test_another_config_is_refused_by_name_and_value(run: Run) -> None:
-    words = r"model\.width = 8 \(asked for: 16\), data\.rows = null \(asked for: \"x{58}…\)\. Use .* or overwrite=True"
+    words = r"model\.width = 8 \(asked for: 16\), data\.rows = null \(asked for: \"x{58}…\)\. Use .* or --overwrite"
     with pytest.raises(RunError, match=words):
         make(run.folder, model=changed(MODEL, width=16), data={"corpus": "stories", "rows": "x" * 99})
     with pytest.raises(RunError, match=r"train\.seed = 0 \(asked for: 7\)\. Use"):

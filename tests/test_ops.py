@@ -188,6 +188,12 @@ def test_softmax_of_a_row_that_may_see_nothing_is_zeros() -> None:
     np.testing.assert_allclose(found.numpy(), oracle.masked_softmax(x, mask=mask), atol=1e-6)
 
 
+def test_softmax_of_a_row_that_may_see_nothing_has_no_gradient() -> None:
+    mask = np.zeros((3, 4))
+    mask[1] = -np.inf
+    assert_op(ops.softmax, oracle.masked_softmax, arrays(x=(2, 3, 4)), mask=mask)
+
+
 def test_softmax_of_large_numbers_is_finite() -> None:
     x = torch.tensor([[1e4, 1e4, -1e30], [3e38, 0.0, -3e38]])
     assert ops.softmax(x).tolist() == [[0.5, 0.5, 0.0], [1.0, 0.0, 0.0]]

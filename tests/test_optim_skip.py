@@ -135,3 +135,15 @@ def test_a_compiled_step_that_is_skipped_changes_no_bit(monkeypatch: pytest.Monk
     optimizer.step(skip=torch.tensor(True))
     optimizer.uncount()
     assert_equal([*params, *states(optimizer, params)], before)
+
+
+def test_only_what_a_step_has_counted_is_taken_back() -> None:
+    first, second = (torch.nn.Parameter(torch.ones(2)) for _ in range(2))
+    optimizer = AdamW([first, second])
+    first.grad = second.grad = torch.ones(2)
+    optimizer.step()
+    second.grad = None
+    optimizer.step(skip=torch.tensor(True))
+    optimizer.uncount()
+    optimizer.uncount()  # there is nothing left to take back
+    assert [int(optimizer.state[parameter]["step"]) for parameter in (first, second)] == [1, 1]

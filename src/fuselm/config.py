@@ -76,6 +76,7 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         _check_fields(self)
+        object.__setattr__(self, "op_impl", dict(self.op_impl))  # ours, whatever becomes of the one we were given
         _check_model(self)
 
     @property
@@ -126,7 +127,8 @@ def _check_heads(config: ModelConfig) -> None:
         )
     rotated = config.rope_head_dim if config.attention == "latent" else config.head_width
     if config.positions == "rope" and rotated is not None and rotated % 2:
-        raise ConfigError(f"RoPE turns pairs, so what it turns is even; got a head of {rotated}. Use an even head_dim.")
+        name = "rope_head_dim" if config.attention == "latent" else "head_dim"
+        raise ConfigError(f"RoPE turns pairs, so what it turns is even; got a head of {rotated}. Use an even {name}.")
 
 
 def _check_latent(config: ModelConfig) -> None:
@@ -150,6 +152,11 @@ def _check_experts(config: ModelConfig) -> None:
         raise ConfigError(
             f"experts_per_token is at least 1 and at most num_experts = {config.num_experts}; "
             f"got {config.experts_per_token}. Choose one of those."
+        )
+    if config.num_experts and (config.width % 8 or config.ffn_width % 8):
+        raise ConfigError(
+            "With experts, width and ffn_width are multiples of 8, as the grouped matmul wants them; got "
+            f"{config.width} and {config.ffn_width}. Round them up."
         )
     if config.shared_expert and not config.num_experts:
         raise ConfigError("shared_expert stands beside experts; got num_experts 0. Give num_experts.")
@@ -227,7 +234,7 @@ def _check_train(config: TrainConfig) -> None:
         raise ConfigError(f"betas are 0 or more and below 1; got {config.betas}.")
     if not 0 <= config.seed < 2**63:
         raise ConfigError(f"seed is 0 or more and below 2**63; got {config.seed}.")
-    if config.spike_factor <= 1:
+    if not config.spike_factor > 1:
         raise ConfigError(f"spike_factor is above 1; got {config.spike_factor}.")
 
 

@@ -215,7 +215,9 @@ def trained(folder: Path) -> bool:
         (("{data}", "--preset", "tini"), "no preset 'tini'; the presets are demo, tinylm, "),
         (("{data}", "--preset", "tini"), "Did you mean tiny?"),
         (("{data}", "--set", "num_heads=5"), "got width 16 and 5 heads. Take 4 heads, or give head_dim."),
-        (("{data}", "--set", "num_head=4"), "no field 'num_head'; it has vocab_size, "),
+        (("{data}", "--set", "num_head=4"), "no field 'num_head'; there are vocab_size, "),
+        (("{data}", "--set", "learning_rte=1"), "Did you mean learning_rate?"),
+        (("{data}", "--seed", str(2**70)), "seed is 0 or more and below 2**63"),
         (("{data}", "--set", "num_head=4"), "Did you mean num_heads?"),
         (("{data}", "--set", "dropout"), "--set takes name=value; got 'dropout'."),
         (("{data}", "--set", "vocab_size=9"), "vocab_size comes from the tokenizer."),
@@ -230,7 +232,7 @@ def trained(folder: Path) -> bool:
         (("{data}", "--impl", "fused"), "fused"),
         (("{data}", "--tokenizer", "{data}/tokenizer.json"), "is tokenised already; --tokenizer and --limit-mb come"),
         (("{data}", "--limit-mb", "1"), "is tokenised already; --tokenizer and --limit-mb come too late."),
-        (("{data}", "--context", "12000"), "A row is context + 1 = 12001 tokens; train has "),
+        (("{data}", "--context", "12000"), "A row is context + 1 = 12001 tokens; the corpus has "),
         (("{data}", "--batch-size", "900"), "An epoch holds a global batch or more"),
         (("{small}",), "Use a smaller context or a longer corpus."),
         (("{empty}",), "empty.txt has no text"),
@@ -407,3 +409,30 @@ def test_a_prepared_folder_that_was_tampered_with_is_refused(
     assert_refused(result, says)
     assert not resumed or contents(tmp_path / "run") == before
     assert resumed or not trained(tmp_path / "run")
+
+
+@pytest.mark.parametrize("wrong", [("--context", "12000"), ("--batch-size", "900"), ("--impl", "fused")])
+def test_a_refused_run_does_not_occupy_its_folder(wrong: tuple[str, str], data: Path, tmp_path: Path) -> None:
+    assert fuselm(data, *TINY, "--out", tmp_path / "run", *wrong).exit_code == 1
+    assert fuselm(data, *TINY, "--out", tmp_path / "run", "--steps", "1").exit_code == 0
+
+
+def test_a_validation_split_without_a_target_is_refused_before_a_step(tmp_path: Path) -> None:
+    (tmp_path / "train.txt").write_text("abc " * 300)
+    (tmp_path / "valid.txt").write_text("a")
+    result = fuselm(tmp_path, *TINY, "--preset", "naive-char", "--out", tmp_path.parent / "run")
+    assert_refused(result, "A validation split has at least 2 tokens")
+
+
+def test_a_changed_byte_of_the_data_is_noticed(data: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "data"
+    shutil.copytree(data, copy)
+    tokens = bytearray((copy / "train.tokens").read_bytes())
+    tokens[5000] ^= 1
+    (copy / "train.tokens").write_bytes(tokens)
+    assert_refused(fuselm(copy, *TINY, "--out", tmp_path / "run"), "train.tokens is damaged")
+
+
+def test_resuming_does_not_overwrite(data: Path, tmp_path: Path) -> None:
+    assert fuselm(data, *TINY, "--out", tmp_path / "run").exit_code == 0
+    assert_refused(fuselm("--resume", tmp_path / "run", "--overwrite"), "got --overwrite as well")

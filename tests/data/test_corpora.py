@@ -204,7 +204,7 @@ def test_a_name_that_is_no_corpus_and_no_path_lists_what_there_is(tmp_path: Path
         open_corpus("nowhere")
     with pytest.raises(CorpusError, match=r"or the path of a file or folder with text; .*missing\.txt"):
         open_corpus(tmp_path / "missing.txt")
-    assert corpus_names() == ("stories", "tinyshakespeare", "wizard-of-oz", "tinystories")
+    assert corpus_names() == ("stories", "little-stories", "tinyshakespeare", "wizard-of-oz", "tinystories")
 
 
 # --- limits and descriptions -----------------------------------------------------------------------------------------
@@ -262,6 +262,17 @@ def test_stories_are_endless_and_so_have_limits() -> None:
     assert 15_000 < sum(map(len, train)) <= 20_000
     assert 15_000 < sum(map(len, valid)) <= 20_000
     assert not set(train) & set(valid)
+    longer = open_corpus("stories", limit_bytes=2_000_000)
+    assert (longer.bytes_hint("train"), longer.bytes_hint("valid")) == (2_000_000, 100_000)
+
+
+def test_little_stories_are_stories_of_fewer_words() -> None:
+    def words(documents: list[bytes]) -> set[bytes]:
+        return {word for document in documents for word in document.split()}
+
+    little, full = (both(open_corpus(name, limit_bytes=200_000)) for name in ("little-stories", "stories"))
+    assert 3 * len(words(little[0])) < len(words(full[0]))
+    assert not set(little[0]) & set(little[1])
 
 
 def test_stories_follow_their_seed() -> None:

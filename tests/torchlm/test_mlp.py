@@ -27,7 +27,7 @@ SMALL: dict[str, Any] = {
     "num_layers": 1,
     "width": WIDTH,
     "num_heads": 2,
-    "ffn_width": 12,
+    "ffn_width": 16,
     "num_experts": EXPERTS,
 }
 

@@ -313,7 +313,7 @@ def reduced(name: str) -> ModelConfig:
     full = preset(name)
     wide = full.model(vocab_size=64)
     width = wide.num_heads * (8 if wide.num_heads <= 8 else 4)
-    ffn = 4 * round(wide.ffn_width * width / wide.width / 4)
+    ffn = 8 * round(wide.ffn_width * width / wide.width / 8)
     return full.model(
         vocab_size=64, width=width, ffn_width=ffn, num_layers=min(wide.num_layers, 2), context=min(wide.context, 16)
     )
@@ -338,3 +338,11 @@ def test_ten_steps_of_every_preset_bring_the_loss_down(name: str) -> None:
         assert parameter.grad.any(), f"{key} has no gradient"  # decay alone would move it too
         assert torch.isfinite(parameter).all(), key
         assert not torch.equal(parameter, before[key]), f"{key} did not move"
+
+
+def test_latent_projections_begin_as_other_matrices_do() -> None:
+    shape = {**SMALL, **LATENT, "width": 64, "num_layers": 8, "q_latent": 32, "kv_latent": 32}
+    for name, parameter in Transformer(ModelConfig(**shape)).named_parameters():
+        if name.endswith(("q_down.weight", "kv_down.weight")):
+            within = 4 / math.sqrt(2 * parameter.numel())
+            assert parameter.std().item() == pytest.approx(1 / 8, rel=within), name

@@ -194,3 +194,21 @@ def test_a_row_ends_where_the_context_is_full(prompt: int, room: int) -> None:
 def test_what_cannot_be_sampled_is_refused(prompt: list[int], options: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         sample(model_of(), prompt, **options)
+
+
+def test_a_failed_sample_leaves_the_model_as_it_was() -> None:
+    model = model_of().train()
+    with pytest.raises(IndexError):
+        sample(model, [99])
+    assert model.training
+
+
+def test_a_tiny_temperature_is_the_likeliest_token() -> None:
+    model = lively()
+    assert sample(model, [1], max_tokens=5, temperature=1e-39) == sample(model, [1], max_tokens=5, temperature=0)
+
+
+def test_a_prompt_longer_than_the_context_is_refused() -> None:
+    model = model_of()
+    with pytest.raises(ValueError, match=r"at most context = \d+ tokens; got \d+\. Cut it"):
+        sample(model, [1] * (model.config.context + 1))

@@ -360,9 +360,11 @@ def test_data_that_does_not_fit_is_refused(data: Path, tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", data)
     shards = open_prepared(data)
     check_data(run.model, run.train, shards, run.tokenizer())
-    check_data(
-        run.model, run.train, {**shards, "train": memory_shard(range(17))}, run.tokenizer()
-    )  # one that names no tokenizer, of one row
+    one_row = dataclasses.replace(run.train, batch_size=1)
+    short = {**shards, "train": memory_shard(range(17))}  # one that names no tokenizer, of one row
+    check_data(run.model, one_row, short, run.tokenizer())
+    with pytest.raises(ValueError, match="An epoch holds a global batch or more"):
+        check_data(run.model, run.train, short, run.tokenizer())
     with pytest.raises(ValueError, match=r"the run's own tokenizer; valid is of another one\. Prepare the corpus with"):
         check_data(
             run.model,
@@ -374,7 +376,7 @@ def test_data_that_does_not_fit_is_refused(data: Path, tmp_path: Path) -> None:
         check_data(
             run.model, run.train, {**shards, "train": other_shard(shards["train"], vocab_size=1000)}, run.tokenizer()
         )
-    with pytest.raises(ValueError, match=r"context \+ 1 = 17 tokens; train has 16\. Use a smaller context"):
+    with pytest.raises(ValueError, match=r"context \+ 1 = 17 tokens; the corpus has 16\. Use a smaller context"):
         check_data(run.model, run.train, {**shards, "train": memory_shard(range(16))}, run.tokenizer())
 
 

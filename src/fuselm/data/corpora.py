@@ -53,7 +53,7 @@ SPLITS = ("train", "valid")
 # The built-in corpora, and how many options of any choice each takes: None is all of them, see story/world.py.
 STORIES: dict[str, int | None] = {"stories": None, "little-stories": 2}
 STORIES_BYTES = 20_000_000  # for training, unless a limit says otherwise
-STORIES_VALID = 20  # for validation, one byte for so many of those
+STORIES_VALID, STORIES_VALID_LEAST = 20, 50_000  # for validation, one byte for so many of those; bytes at the least
 VALID_EVERY = 20
 TRAIN_SHARE = 0.9
 # Folders that come split: train.txt, train.jsonl.gz, train-00000-of-00004.parquet; valid or validation likewise.
@@ -435,7 +435,7 @@ def open_corpus(
 
     `seed` chooses among the endless built-in stories and is nothing to the others. `limit_bytes` is the most that each
     split gives; built-in stories, which would never end, give 20 MB for training unless it says otherwise, and for
-    validation a twentieth of what they give for training.
+    validation a twentieth of that, but 50 kB if there are as many.
     `on_progress` is told of downloads: bytes there, bytes in all.
     """
     limits = _limits(limit_bytes)
@@ -444,7 +444,7 @@ def open_corpus(
         return Corpus(
             name_or_path,
             _Stories(seed, STORIES[name_or_path]),
-            {"train": train, "valid": max(1, train // STORIES_VALID)},
+            {"train": train, "valid": min(train, max(train // STORIES_VALID, STORIES_VALID_LEAST))},
         )
     if isinstance(name_or_path, str) and name_or_path in SPECS:
         return open_spec(SPECS[name_or_path], limit_bytes=limit_bytes, on_progress=on_progress)

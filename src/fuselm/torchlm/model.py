@@ -141,5 +141,5 @@ def initialise(model: Transformer, seed: int) -> None:
     for name, parameter in model.named_parameters():
         if parameter.dim() < 2 or name.endswith("bias"):
             continue
-        adds = name.endswith(("out.weight", "down.weight", "mlp.down"))
+        adds = name.endswith((".out.weight", ".down.weight", "mlp.down"))
         parameter.normal_(0.0, smaller if adds else std, generator=generator)

@@ -44,9 +44,27 @@ def sample(
     A row ends at the stop token, after max_tokens, or where the model's context is full. Ids from `vocab_size` on,
     which a padded head has and the tokenizer has not, are never drawn. No global random state is touched.
     """
-    _check(prompt, count, temperature, top_k)
+    _check(prompt, count, temperature, top_k, model.config.context)
     was_training = model.training
     model.eval()
+    try:
+        drawn = _drawn(model, prompt, count, max_tokens, (temperature, top_k, seed), stop, vocab_size, on_progress)
+    finally:
+        model.train(was_training)
+    return [_ended(row, stop) for row in drawn]
+
+
+def _drawn(
+    model: Transformer,
+    prompt: Sequence[int],
+    count: int,
+    max_tokens: int,
+    how: tuple[float, int | None, int],
+    stop: int | None,
+    vocab_size: int | None,
+    on_progress: Callable[[int, int], None] | None,
+) -> list[list[int]]:
+    temperature, top_k, seed = how
     device = model.embedding.device
     steps = min(max_tokens, model.config.context - len(prompt) + 1)
     generator = torch.Generator(device=device).manual_seed(seed)
@@ -64,8 +82,7 @@ def sample(
             on_progress(step + 1, steps)
         if not bool(running.any()):
             break
-    model.train(was_training)
-    return [_ended(row, stop) for row in torch.cat(drawn, dim=1).tolist()] if drawn else [Sample([], False)] * count
+    return torch.cat(drawn, dim=1).tolist() if drawn else [[] for _ in range(count)]
 
 
 def _draw(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> Tensor:
@@ -74,7 +91,9 @@ def _draw(logits: Tensor, temperature: float, top_k: int | None, generator: torc
     if top_k is not None and top_k < logits.shape[-1]:
         least = logits.topk(top_k, dim=-1).values[:, -1:]
         logits = logits.masked_fill(logits < least, -torch.inf)
-    return torch.multinomial(torch.softmax(logits / temperature, dim=-1), 1, generator=generator)
+    # The largest becomes 0 first: divided by a tiny temperature it would be infinite.
+    scaled = (logits - logits.max(-1, keepdim=True).values) / temperature
+    return torch.multinomial(torch.softmax(scaled, dim=-1), 1, generator=generator)
 
 
 def _ended(ids: list[int], stop: int | None) -> Sample:
@@ -83,9 +102,11 @@ def _ended(ids: list[int], stop: int | None) -> Sample:
     return Sample(ids, False)
 
 
-def _check(prompt: Sequence[int], count: int, temperature: float, top_k: int | None) -> None:
+def _check(prompt: Sequence[int], count: int, temperature: float, top_k: int | None, context: int) -> None:
     if not prompt or count < 1:
         raise ValueError(f"Samples go on from a prompt of one token or more; got {len(prompt)} tokens, {count} rows.")
+    if len(prompt) > context:
+        raise ValueError(f"A prompt has at most context = {context} tokens; got {len(prompt)}. Cut it.")
     if not 0 <= temperature < float("inf"):
         raise ValueError(f"temperature is 0 or more and finite; got {temperature}.")
     if top_k is not None and top_k < 1:

@@ -62,7 +62,7 @@ class Ops:
 
     def __init__(self, functions: Mapping[str, Callable[..., Any]], impls: Mapping[str, str]) -> None:
         self.__dict__.update(functions)
-        self.impls = dict(impls)  # what each op is run by: "fused" or "torch"
+        self.impls = dict(impls)  # what each op is run by on the device it was chosen for: "fused" or "torch"
 
     def __getattr__(self, name: str) -> Callable[..., Any]:  # only for a name that is not there
         raise AttributeError(f"fuselm has no op {name!r}; it has {', '.join(torch_op_names())}.")
@@ -87,9 +87,8 @@ def choose(impl: str = "auto", overrides: Mapping[str, str] | None = None, *, de
     if "fused" in chosen.values():
         _need_kernels(device)
     functions = {name: _function(name, one, name in kernels) for name, one in chosen.items()}
-    return Ops(
-        functions, {name: "torch" if chosen[name] == "torch" or name not in kernels else "fused" for name in chosen}
-    )
+    fused = {name for name, one in chosen.items() if one != "torch" and name in kernels and device.startswith("cuda")}
+    return Ops(functions, {name: "fused" if name in fused else "torch" for name in chosen})
 
 
 def _function(name: str, impl: str, has_kernel: bool) -> Callable[..., Any]:

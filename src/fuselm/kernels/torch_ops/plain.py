@@ -56,10 +56,12 @@ def softmax(x: Tensor, *, scale: float = 1.0, causal: bool = False, mask: Tensor
         rows, columns = x.shape[-2:]
         hidden = torch.ones(rows, columns, dtype=torch.bool, device=x.device).triu(columns - rows + 1)  # [T, S]
         scores = scores.masked_fill(hidden, -torch.inf)
-    probabilities = torch.softmax(scores, dim=-1)
-    if mask is not None or (causal and x.shape[-2] > x.shape[-1]):
-        probabilities = probabilities.masked_fill((scores == -torch.inf).all(-1, keepdim=True), 0.0)
-    return probabilities.to(x.dtype)
+    if mask is None and not (causal and x.shape[-2] > x.shape[-1]):
+        return torch.softmax(scores, dim=-1).to(x.dtype)
+    # Before and after: softmax of nothing but -inf is NaN, and so would be its gradient.
+    blind = (scores == -torch.inf).all(-1, keepdim=True)
+    probabilities = torch.softmax(scores.masked_fill(blind, 0.0), dim=-1)
+    return probabilities.masked_fill(blind, 0.0).to(x.dtype)
 
 
 # --- losses ----------------------------------------------------------------------------------------------------------

@@ -1,0 +1,121 @@
+"""Training speed's bench: the yardstick does the same work, and what is measured reaches the README as it is."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fuselm.bench import readme
+from fuselm.bench import train as bench
+from fuselm.bench.plain_model import PlainModel
+from fuselm.config import PRESETS, ModelConfig
+from fuselm.torchlm import train as training
+from fuselm.torchlm.model import Transformer
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_yardstick_computes_what_our_model_computes(tied: bool) -> None:
+    config = ModelConfig(vocab_size=50, context=12, num_layers=2, width=16, num_heads=2, ffn_width=24, tied=tied)
+    ours, plain = Transformer(config, seed=3), PlainModel(config)
+    weights = dict(ours.named_parameters())
+    with torch.no_grad():
+        plain.embedding.weight.copy_(weights["embedding"])
+        plain.head.weight.copy_(ours.head_weight)
+        for index, block in enumerate(plain.blocks):
+            layer = f"layers.{index}."
+            block.qkv.weight.copy_(weights[layer + "attention.qkv.weight"])
+            block.out.weight.copy_(weights[layer + "attention.out.weight"])
+            gate, up = weights[layer + "mlp.up.weight"].chunk(2)
+            block.gate.weight.copy_(gate)
+            block.up.weight.copy_(up)
+            block.down.weight.copy_(weights[layer + "mlp.down.weight"])
+    ids = torch.randint(0, 50, (3, 13), generator=torch.Generator().manual_seed(1))
+    inputs, targets = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+    torch.testing.assert_close(plain(inputs, targets), ours.loss(inputs, targets)[0], rtol=1e-5, atol=1e-6)
+    assert sum(p.numel() for p in plain.parameters()) == sum(p.numel() for p in ours.parameters())
+
+
+@pytest.fixture
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bench with a preset that a CPU can train."""
+    preset = PRESETS["tinystories"]
+    small = {"width": 32, "num_heads": 4, "ffn_width": 64, "num_layers": 1, "context": 16}
+    changes: dict[str, Any] = {"tokens": 300, "shape": {**preset.shape, **small}}
+    monkeypatch.setitem(
+        PRESETS,
+        "tinystories",
+        type(preset)(**{**vars(preset), **changes, "training": {**preset.training, "batch_size": 4}}),
+    )
+    monkeypatch.setattr(training, "pick_device", lambda name: torch.device("cpu"))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 3 << 30)
+    monkeypatch.setattr(bench, "STEPS", {"tinystories": 2})
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_a_row_is_of_the_trainer_itself(tmp_path: Path) -> None:
+    row = bench.our_row("tinystories", "eager", tmp_path)
+    assert row["tokens_per_step"] == 64
+    assert row["peak_memory_gib"] == 3.0
+    assert row["tokens_per_second"] == pytest.approx(64e3 / row["step_ms"], rel=0.01)
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_the_digest_after_resuming_is_that_of_a_whole_run(tmp_path: Path) -> None:
+    whole = bench.weights_after(tmp_path / "whole", 4)
+    half = bench.weights_after(tmp_path / "parts", 2)
+    assert bench.weights_after(tmp_path / "parts", 4) == whole != half
+    torch.use_deterministic_algorithms(False)
+
+
+def a_record() -> dict[str, Any]:
+    def row(model: str, mode: str, speed: int) -> dict[str, Any]:
+        facts = {"preset": "tinystories", "tokens_per_step": 65536, "first_step_s": 1.41, "peak_memory_gib": 6.21}
+        return {**facts, "model": model, "mode": mode, "tokens_per_second": speed}
+
+    run = {"name": "tinylm", "command": "fuselm train --preset tinylm", "best_loss": 1.44261, "best_step": 2100}
+    return {
+        "gpu": "NVIDIA H200",
+        "date": "2026-01-01",
+        "versions": {"torch": "2.11.0", "cuda": "13.0"},
+        "speed": [
+            row("plain", "compile", 3_012_670),
+            row("ours", "eager", 1_600_000),
+            row("ours", "compile", 3_064_741),
+            row("ours", "eager deterministic", 1_200_000),
+        ],
+        "resume": {"steps": 40, "sha256": "", "again_equal": True, "resumed_equal": True},
+        "runs": [{**run, "seconds": 76.594, "process_s": 84.3}],
+    }
+
+
+def test_the_table_says_what_was_measured() -> None:
+    text = readme.training_block(a_record())
+    assert "| tinystories | 65,536 | plain PyTorch, torch.compile | 3.013 M | 1.4 s | 6.2 GiB |" in text
+    assert "| tinystories | 65,536 | fuselm, `--compile` | 3.065 M | 1.4 s | 6.2 GiB |" in text
+    assert "| `fuselm train --preset tinylm` | 1.4426 | 2,100 | 77 | 84 s |" in text
+    assert "are the same to the bit in weights and averages. Its speed is 75 % (tinystories)" in text
+
+
+def test_a_resumed_run_that_differs_is_not_passed_over() -> None:
+    record = a_record()
+    record["resume"]["resumed_equal"] = False
+    assert "are NOT the same to the bit" in readme.training_block(record)
+
+
+def test_the_record_here_has_what_is_promised() -> None:
+    record = json.loads((ROOT / "gpu" / "train.json").read_text(encoding="utf-8"))
+    speed = {(row["preset"], row["model"], row["mode"]): row for row in record["speed"]}
+    for preset in bench.PRESETS:
+        plain, ours = speed[preset, "plain", "compile"], speed[preset, "ours", "compile"]
+        assert ours["tokens_per_second"] >= plain["tokens_per_second"]
+        assert speed[preset, "ours", "eager"]["first_step_s"] < 5
+    assert record["resume"]["again_equal"]
+    assert record["resume"]["resumed_equal"]
+    assert {run["name"]: run["best_loss"] for run in record["runs"]}["tinylm"] <= 1.47
