@@ -67,7 +67,8 @@ def training(**changes: Any) -> TrainConfig:
         ({"dropout": 1.0}, "dropout is a share of 0 or more and below 1; got 1.0. 0 turns it off"),
         ({"dropout": -0.1}, "dropout is a share of 0 or more and below 1; got -0.1"),
         ({"dropout": math.nan}, "dropout is a share of 0 or more and below 1; got nan"),
-        ({"op_impl": {"softmax": "fast"}}, "auto, fused or torch of an op; got 'fast' of softmax. Choose one"),
+        ({"op_impl": {"rope": "fast"}}, "auto, fused or torch of an op; got 'fast' of rope. Choose one"),
+        ({"op_impl": {"add": "torch"}}, "ops that the model calls, here .*, rope, .*; got add. Leave it out"),
     ],
 )
 def test_a_model_that_cannot_be_built_is_refused(changes: dict[str, Any], words: str) -> None:
@@ -190,8 +191,8 @@ def test_numbers_that_may_be_0_are_not_below(name: str) -> None:
         ({"betas": (0.9, 1.0)}, r"betas are 0 or more and below 1; got \(0.9, 1.0\)"),
         ({"betas": (-0.1, 0.9)}, r"betas are 0 or more and below 1; got \(-0.1, 0.9\)"),
         ({"betas": (0.9, math.nan)}, "betas are 0 or more and below 1; got"),
-        ({"spike_factor": 1.0}, "spike_factor is above 1; got 1.0"),
-        ({"spike_factor": math.nan}, "spike_factor is above 1; got nan"),
+        ({"spike_factor": 1.0}, "spike_factor is above 1, or 0 for no such rule; got 1.0"),
+        ({"spike_factor": math.nan}, "spike_factor is above 1, or 0 for no such rule; got nan"),
         ({"seed": -1}, r"seed is 0 or more and below 2\*\*63; got -1"),
         ({"seed": 2**63}, r"seed is 0 or more and below 2\*\*63; got 9223372036854775808"),
         # kinds
@@ -300,9 +301,9 @@ def test_a_file_with_a_wrong_value_is_refused() -> None:
 
 
 def test_json_is_a_copy() -> None:
-    config = model(op_impl={"softmax": "torch"})
-    to_json(config)["op_impl"]["softmax"] = "auto"
-    assert config.op_impl == {"softmax": "torch"}
+    config = model(op_impl={"rope": "torch"})
+    to_json(config)["op_impl"]["rope"] = "auto"
+    assert config.op_impl == {"rope": "torch"}
 
 
 @pytest.mark.parametrize(
@@ -320,7 +321,7 @@ def test_json_is_a_copy() -> None:
         (ModelConfig, "positions", "rope", "rope"),
         (ModelConfig, "positions", '"rope"', "rope"),
         (TrainConfig, "betas", "[0.9, 0.99]", (0.9, 0.99)),
-        (ModelConfig, "op_impl", '{"softmax": "torch"}', {"softmax": "torch"}),
+        (ModelConfig, "op_impl", '{"rope": "torch"}', {"rope": "torch"}),
     ],
 )
 def test_what_is_typed_becomes_the_value_of_the_field(kind: Any, name: str, text: str, value: Any) -> None:

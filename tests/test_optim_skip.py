@@ -13,7 +13,7 @@ import torch
 from torch.nn import Parameter
 
 from fuselm.kernels.torch_ops.adamw import adamw
-from fuselm.optim import AdamW
+from fuselm.optim import AdamW, decay_groups
 from tests.test_optim import assert_equal, give, gradients, parameters, states, train
 
 # ---- the op ----------------------------------------------------------------------------------------------------------
@@ -147,3 +147,11 @@ def test_only_what_a_step_has_counted_is_taken_back() -> None:
     optimizer.uncount()
     optimizer.uncount()  # there is nothing left to take back
     assert [int(optimizer.state[parameter]["step"]) for parameter in (first, second)] == [1, 1]
+
+
+def test_biases_of_experts_do_not_decay() -> None:
+    names = {"mlp.up": torch.ones(2, 3, 4), "mlp.up_bias": torch.ones(2, 4), "norm.weight": torch.ones(3)}
+    decayed, kept = decay_groups(names.items(), 0.1)
+    assert decayed["params"][0] is names["mlp.up"]
+    assert len(decayed["params"]) == 1
+    assert {id(one) for one in kept["params"]} == {id(names["mlp.up_bias"]), id(names["norm.weight"])}

@@ -17,12 +17,14 @@ killed at any point leaves both checkpoints whole, and the next save removes wha
 
 from __future__ import annotations
 
+import fcntl
 import json
 import math
 import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -38,7 +40,7 @@ from fuselm.text.tokenizer import Tokenizer
 
 CONFIG, TOKENIZER, SWITCH = "config.json", "tokenizer.json", "checkpoints.json"
 DATA = "data"  # the tokenised corpus, where the run made it itself
-LOCK, PROBE, HIDDEN = ".lock", ".probe", re.compile(r"\.(lock|probe|.+\.partial)")
+LOCK, CLAIM, PROBE, HIDDEN = ".lock", ".training", ".probe", re.compile(r"\.(lock|training|probe|.+\.partial)")
 MODEL, OPTIMIZER, STATE = "model.safetensors", "optimizer.safetensors", "state.json"
 STEP = re.compile(r"step-(\d{8,})(-\d+)?")
 MAX_JSON_BYTES = 16 << 20
@@ -98,6 +100,19 @@ class Run:
     def check_writable(self, bytes_needed: int) -> None:
         """Refuse now what would fail at the first save: a folder that cannot be written, a disk that is too full."""
         check_writable(self.folder, bytes_needed)
+
+    @contextmanager
+    def claimed(self) -> Iterator[None]:
+        """Train here and be the only one: a second process is refused, since each would undo the other's work."""
+        with (self.folder / CLAIM).open("w") as handle:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise RunError(
+                    f"A run is trained by one process at a time; another one is at work on {self.folder}. Wait for it, "
+                    "or use another folder."
+                ) from None
+            yield
 
     def save(
         self, step: int, weights: Arrays, optimizer: Arrays | None, state: Json, *, best_loss: float | None = None
@@ -168,7 +183,7 @@ def create(
                 tokenizer.save(folder / TOKENIZER)
             return run
     else:
-        _check_free(folder)
+        check_free(folder)
     check_writable(folder)
     with locked(folder / LOCK, f"Another process saves into {folder}; waiting for it."):
         for name in (SWITCH, TOKENIZER):  # gone before the config changes, as they do not belong to the new one
@@ -203,9 +218,10 @@ def open_run(folder: str | Path) -> Run:
     return run
 
 
-def _check_free(folder: Path) -> None:
+def check_free(folder: Path) -> None:
+    """Refuse a folder that holds other people's files."""
     names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
-    if names := sorted(name for name in names if name != DATA and not HIDDEN.fullmatch(name)):
+    if names := sorted(name for name in names if not HIDDEN.fullmatch(name)):
         shown = ", ".join(names[:3]) + (" and more" if len(names) > 3 else "")
         raise RunError(f"A run gets a folder of its own; {folder} holds other files: {shown}. Use another folder.")
 

@@ -110,8 +110,23 @@ def _check_model(config: ModelConfig) -> None:
     if not 0 <= config.dropout < 1:
         raise ConfigError(f"dropout is a share of 0 or more and below 1; got {config.dropout}. 0 turns it off.")
     for name, impl in config.op_impl.items():
+        if name not in ops_used(config):
+            raise ConfigError(
+                f"op_impl is for ops that the model calls, here {', '.join(ops_used(config))}; got {name}. "
+                "Leave it out."
+            )
         if impl not in ("auto", "fused", "torch"):
             raise ConfigError(f"op_impl says auto, fused or torch of an op; got {impl!r} of {name}. Choose one.")
+
+
+def ops_used(config: ModelConfig) -> tuple[str, ...]:
+    """The ops of fuselm.ops that a model of this config calls."""
+    names = {"embedding", "linear_cross_entropy", config.activation}
+    names |= {"rms_norm"} if config.norm == "rms" or config.attention == "latent" else {"layer_norm"}
+    names |= {"layer_norm"} if config.norm == "layer" else set()
+    names |= {"rope"} if config.positions == "rope" else {"rms_norm"} if config.qk_norm else set()
+    names |= {"softmax"} if config.attention_path == "written" or config.num_experts else set()
+    return tuple(sorted(names))
 
 
 def _check_heads(config: ModelConfig) -> None:
@@ -198,7 +213,7 @@ class TrainConfig:
     sample_tokens: int = 120
     log_every: int = 10
     patience: int = 0  # evaluations without a better loss after which it stops; 0: never
-    # A loss this many times its running mean counts as a spike; so many spikes or NaNs in a row end the run.
+    # A loss this many times its running mean counts as a spike (0: none does); so many spikes or NaNs in a row end it.
     spike_factor: float = 3.0
     bad_steps: int = 10
 
@@ -234,8 +249,8 @@ def _check_train(config: TrainConfig) -> None:
         raise ConfigError(f"betas are 0 or more and below 1; got {config.betas}.")
     if not 0 <= config.seed < 2**63:
         raise ConfigError(f"seed is 0 or more and below 2**63; got {config.seed}.")
-    if not config.spike_factor > 1:
-        raise ConfigError(f"spike_factor is above 1; got {config.spike_factor}.")
+    if config.spike_factor and not 1 < config.spike_factor < math.inf:
+        raise ConfigError(f"spike_factor is above 1, or 0 for no such rule; got {config.spike_factor}.")
 
 
 # --- changing, JSON in and out ---------------------------------------------------------------------------------------

@@ -42,7 +42,7 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
     sweeps it up. Folders above it are made.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    _sweep(path)
+    sweep(path)
     partial = partial_path(path)
     try:
         with partial.open("x+b") as file:
@@ -64,7 +64,7 @@ def whole_folder(folder: Path, *, last: str) -> Iterator[Path]:
     """
     is_new = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
-    _sweep(folder / "files")
+    sweep(folder / "files")
     staging = partial_path(folder / "files")
     try:
         staging.mkdir()
@@ -96,7 +96,7 @@ def partial_path(path: Path) -> Path:
     return path.with_name(f".{path.name}.{_machine()}-{os.getpid()}-{secrets.token_hex(4)}.partial")
 
 
-def _sweep(path: Path) -> None:
+def sweep(path: Path) -> None:
     """Remove what processes of this machine that were killed while they wrote `path` have left behind."""
     for partial in path.parent.glob(f".{glob.escape(path.name)}.{glob.escape(_machine())}-*.partial"):
         pid = partial.name.split("-")[-2]

@@ -222,12 +222,13 @@ def clip_scale(norm: Tensor, max_norm: float) -> Tensor:
 
 
 def decay_groups(named_parameters: Iterable[tuple[str, Tensor]], weight_decay: float) -> list[dict[str, Any]]:
-    """Two groups for an optimizer: matrices and up decay, vectors and scalars (norm weights, biases) do not.
+    """Two groups for an optimizer: matrices decay; vectors (norm weights) and whatever is named a bias do not.
 
     Both groups are there even if one is empty, so that state dicts of similar models have one form.
     """
-    parameters = [parameter for _, parameter in named_parameters]
-    return [
-        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
-    ]
+    decayed: list[Tensor] = []
+    kept: list[Tensor] = []
+    for name, parameter in named_parameters:
+        # By name too: the biases of experts are a matrix, a row for each.
+        (decayed if parameter.dim() >= 2 and not name.endswith("bias") else kept).append(parameter)
+    return [{"params": decayed, "weight_decay": weight_decay}, {"params": kept, "weight_decay": 0.0}]

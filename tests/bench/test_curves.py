@@ -236,7 +236,7 @@ def test_without_matplotlib_a_sentence_says_so(tmp_path: Path, monkeypatch: pyte
         return real(name, *rest, **more)
 
     monkeypatch.setattr(builtins, "__import__", lacking)
-    with pytest.raises(ImportError, match=r"matplotlib, which is not installed. Install fuselm\[bench\]"):
+    with pytest.raises(ImportError, match=r"matplotlib, which is not installed. Install fuselm\[train\]"):
         curves.curve([run], tmp_path / "curve.png")
 
 

@@ -436,3 +436,59 @@ def test_a_changed_byte_of_the_data_is_noticed(data: Path, tmp_path: Path) -> No
 def test_resuming_does_not_overwrite(data: Path, tmp_path: Path) -> None:
     assert fuselm(data, *TINY, "--out", tmp_path / "run").exit_code == 0
     assert_refused(fuselm("--resume", tmp_path / "run", "--overwrite"), "got --overwrite as well")
+
+
+def test_other_peoples_files_are_left_alone(data: Path, tmp_path: Path) -> None:
+    theirs = tmp_path / "folder" / "data"
+    shutil.copytree(data, theirs)
+    before = (theirs / "train.tokens").read_bytes()
+    result = fuselm("stories", "--limit-mb", "0.1", *TINY, "--out", tmp_path / "folder")
+    assert_refused(result, "holds other files: data. Use another folder.")
+    assert (theirs / "train.tokens").read_bytes() == before
+
+
+def test_a_refused_overwrite_leaves_the_run_as_it_was(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    assert fuselm("stories", "--limit-mb", "0.1", *TINY, "--out", run).exit_code == 0
+    short = tmp_path / "short.txt"
+    short.write_text("too short for a row")
+    assert fuselm(short, *TINY, "--out", run, "--overwrite").exit_code == 1
+    assert fuselm("--resume", run).exit_code == 0
+
+
+def test_a_prepared_folder_is_found_from_anywhere(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(data.parent)
+    assert fuselm(data.name, *TINY, "--out", tmp_path / "run").exit_code == 0
+    monkeypatch.chdir(tmp_path)
+    assert fuselm("--resume", tmp_path / "run").exit_code == 0
+
+
+def test_a_second_process_is_refused(data: Path, tmp_path: Path) -> None:
+    assert fuselm(data, *TINY, "--out", tmp_path / "run").exit_code == 0
+    with open_run(tmp_path / "run").claimed():
+        assert_refused(fuselm("--resume", tmp_path / "run"), "trained by one process at a time; another one is at work")
+
+
+def test_the_report_is_of_this_run(data: Path, tmp_path: Path) -> None:
+    assert fuselm(data, *TINY, "--out", tmp_path / "run").exit_code == 0
+    page = (tmp_path / "run" / "report.md").read_text()
+    for words in ("| parameters | ", "| trained on | ", "| validated on | ", "## A sample of the best weights"):
+        assert words in page
+    assert f"fuselm train --resume {tmp_path / 'run'}" in page
+    assert "\\['" not in page  # no list of Python's in a cell
+
+
+def test_json_is_all_of_stdout(data: Path, tmp_path: Path) -> None:
+    result = fuselm(data, *TINY, "--out", tmp_path / "run", "--json")
+    assert json.loads(result.stdout)["best_loss"] > 0
+
+
+def test_without_matplotlib_there_is_a_report_all_the_same(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    result = fuselm(data, *TINY, "--out", tmp_path / "run")
+    assert result.exit_code == 0
+    assert "curve.png was not drawn" in result.stderr
+    assert "weights, report.md. Next" in result.stdout
+    assert (tmp_path / "run" / "report.md").is_file()

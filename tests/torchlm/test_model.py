@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fuselm.config import PRESETS, ModelConfig, TrainConfig, preset
+from fuselm.config import PRESETS, ModelConfig, TrainConfig, ops_used, preset
+from fuselm.kernels.torch_ops.rms_norm import rms_norm, rms_norm_reference
 from fuselm.optim import AdamW, decay_groups
 from fuselm.torchlm.model import Transformer
 from fuselm.torchlm.step import gradients, update
@@ -115,7 +116,7 @@ def test_the_loss_of_each_place_is_that_of_its_logits() -> None:
 @pytest.mark.parametrize("name", ["mha", "mla", "gpt2", "moe"])
 def test_plain_torch_and_auto_agree(name: str) -> None:
     (ids, targets), found = ids_and_targets(), []
-    for options in ({"impl": "auto"}, {"impl": "torch"}, {"op_impl": {"rms_norm": "torch"}}):
+    for options in ({"impl": "auto"}, {"impl": "torch"}, {"op_impl": {"embedding": "torch"}}):
         model = oracle.stirred(config_of(name, **options))
         loss, balance = model.loss(ids, targets)
         parameters = list(model.parameters())
@@ -129,8 +130,7 @@ def test_plain_torch_and_auto_agree(name: str) -> None:
 @pytest.mark.parametrize("name", ["qk-norm-learned", "mla-q-latent", "gpt2", "moe-shared"])
 def test_a_model_takes_every_op_from_what_its_config_chooses(name: str, path: str) -> None:
     """Each op that is put in the place of another is called, by whatever part needs it."""
-    model, used = oracle.stirred(config_of(name, attention_path=path, op_impl={"rms_norm": "torch"})), set()
-    assert model.ops.impls["rms_norm"] == "torch"
+    model, used = oracle.stirred(config_of(name, attention_path=path)), set()
 
     def noting(op: str, function: Any) -> Any:
         def call(*arguments: Any, **options: Any) -> Any:
@@ -149,6 +149,13 @@ def test_a_model_takes_every_op_from_what_its_config_chooses(name: str, path: st
     expected |= {"softmax"} if config.num_experts else set()  # the router's
     # The activation was taken when the model was made.
     assert used - {config.activation} == expected
+    assert set(ops_used(config)) == expected | {config.activation}
+
+
+def test_an_op_that_is_put_back_is_put_back() -> None:
+    model = oracle.stirred(config_of("mha", op_impl={"rms_norm": "torch"}))
+    assert model.ops.rms_norm is rms_norm_reference
+    assert oracle.stirred(config_of("mha")).ops.rms_norm is rms_norm
 
 
 @pytest.mark.parametrize("bias", [False, True])

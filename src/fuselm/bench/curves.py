@@ -40,11 +40,7 @@ def read_records(folder: Path) -> list[dict[str, Any]]:
     if not path.is_file():
         found = "is a file" if folder.is_file() else f"has no {LOG}" if folder.is_dir() else "is not there"
         raise FileNotFoundError(f"A run is a folder with {LOG}; {folder} {found}. Give the folder of a run.")
-    try:
-        records = list(read_log(path))
-    except UnicodeDecodeError as error:
-        raise ValueError(f"A log is UTF-8 text; {path} is not ({error}). Give the folder of a run.") from None
-    return [record for record in records if math.isfinite(number(record.get("step")))]
+    return [record for record in read_log(path) if math.isfinite(number(record.get("step")))]
 
 
 def read_config(folder: Path) -> dict[str, dict[str, Any]]:
@@ -150,7 +146,7 @@ def _check_matplotlib() -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError:
-        raise ImportError("Curves are drawn by matplotlib, which is not installed. Install fuselm[bench].") from None
+        raise ImportError("Curves are drawn by matplotlib, which is not installed. Install fuselm[train].") from None
 
 
 def _styled(tracks: Sequence[_Track]) -> list[_Track]:

@@ -8,7 +8,8 @@ The curve is shown where it has been drawn (see curves.py) under the name CURVE.
 
 Facts with a place on the page: preset, parameters, active_parameters, corpus, train_tokens, valid_tokens, vocab_size,
 tokenizer; precision, device, micro_batch, compile, and any other fact, which is shown under its own name;
-peak_memory_bytes; command and resume, texts or lists of arguments.
+peak_memory_bytes; sample, a text by the best weights, and stories, how many of how many were told well; command and
+resume, texts or lists of arguments.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ ENDINGS = {
 # Facts that have a place of their own on the page.
 PLACED = (
     "preset", "parameters", "active_parameters", "corpus", "train_tokens", "valid_tokens", "vocab_size", "tokenizer",
-    "precision", "device", "micro_batch", "compile", "peak_memory_bytes", "command", "resume",
+    "precision", "device", "micro_batch", "compile", "peak_memory_bytes", "sample", "stories",
+    "command", "resume",
 )  # fmt: skip
 
 Row = tuple[str, str]
@@ -98,7 +100,7 @@ def write_report(folder: Path, facts: Mapping[str, Any]) -> Path:
         _table("How", _how(config, facts)),
         _table("Result", _result(figures, config, facts)),
         f"![training and validation loss]({CURVE})" if (folder / CURVE).is_file() else "",
-        _sample(records),
+        _sample(records, facts),
         _commands(facts),
     ]
     path = folder / REPORT
@@ -175,18 +177,22 @@ def _result(figures: Mapping[str, Any], config: Config, facts: Mapping[str, Any]
     yield "time", _text(figures["seconds"], "{:,.1f} s")
     yield "tokens a second, median", _text(figures["tokens_per_second"], "{:,.0f}")
     yield "MFU, median", _text(figures["mfu"], "{:.1%}")
+    if told := facts.get("stories"):
+        well = f"{told['good']} of {told['stories']} are grammatical, keep their hero and end"
+        yield "sampled stories", well
     memory = facts.get("peak_memory_bytes")
     yield "peak memory", "" if memory is None else f"{memory / 1e9:.2f} GB"
 
 
-def _sample(records: Sequence[Record]) -> str:
-    """What the model wrote last."""
+def _sample(records: Sequence[Record], facts: Mapping[str, Any]) -> str:
+    """What the best weights wrote or, where nobody asked them, what the model wrote last."""
     samples = [record for record in of_kind(records, "sample") if str(record.get("text") or "").strip()]
-    if not samples:
+    if not samples and not facts.get("sample"):
         return ""
-    text = str(samples[-1]["text"])
+    text = str(facts.get("sample") or samples[-1]["text"])
+    whose = "the best weights" if facts.get("sample") else f"step {samples[-1]['step']:,}"
     cut = f" (its first {LONGEST_SAMPLE:,} letters)" if len(text) > LONGEST_SAMPLE else ""
-    return f"## A sample of step {samples[-1]['step']:,}{cut}\n\n{fenced(text[:LONGEST_SAMPLE], 'text')}"
+    return f"## A sample of {whose}{cut}\n\n{fenced(text[:LONGEST_SAMPLE], 'text')}"
 
 
 def _commands(facts: Mapping[str, Any]) -> str:

@@ -20,7 +20,7 @@ import typer
 
 from fuselm.cli.errors import told
 from fuselm.cli.train_end import finish, list_presets
-from fuselm.cli.train_plan import check_room, make_plan, open_data, open_or_make
+from fuselm.cli.train_plan import Plan, check_room, make_plan, open_data, open_or_make
 from fuselm.cli.train_show import shown
 
 if TYPE_CHECKING:
@@ -91,8 +91,7 @@ def train(
         "deterministic": deterministic,
     }  # fmt: skip
     with told():
-        if samples < 0:
-            raise ValueError(f"--samples is 0 or more; got {samples}.")
+        _check_options(samples, log_csv)
         if resume is not None:
             given = {"CORPUS": corpus, "--preset": preset, "--out": out, "--tokenizer": tokenizer, **changes}
             given |= {"--set": settings, "--limit-mb": limit_mb, "--overwrite": overwrite or None}
@@ -100,14 +99,23 @@ def train(
         else:
             name = preset or DEFAULT_PRESET
             plan = make_plan(name, corpus, out, changes, settings or [], tokenizer, limit_mb, overwrite)
-            _check_device(device, plan.train.precision)
+            _check_device(device, plan)
             run, shards = open_or_make(plan, device)
         check_room(run)
-        trainer = _trained(run, shards, device, log_csv, tensorboard)
-        command = shlex.join(["fuselm", *sys.argv[1:]])
-        result = finish(trainer, samples, command)
+        with run.claimed(), _told_of_interrupts(run):
+            trainer = _trained(run, shards, device, log_csv, tensorboard)
+            command = None if resume is not None else shlex.join(["fuselm", *sys.argv[1:]])
+            # With --json, stdout is for the object alone.
+            result = finish(trainer, samples, command, lambda text: typer.echo(text, err=as_json))
     if as_json:
         typer.echo(json.dumps(result))
+
+
+def _check_options(samples: int, log_csv: Path | None) -> None:
+    if samples < 0:
+        raise ValueError(f"--samples is 0 or more; got {samples}.")
+    if log_csv is not None and log_csv.is_dir():
+        raise ValueError(f"--log-csv is a file; {log_csv} is a folder. Name a file in it.")
 
 
 def _resumed(folder: Path, given: dict[str, Any]) -> tuple[Run, dict[str, Shard]]:
@@ -122,11 +130,30 @@ def _resumed(folder: Path, given: dict[str, Any]) -> tuple[Run, dict[str, Shard]
     return run, open_data(run)
 
 
-def _check_device(device: str, precision: str) -> None:
-    """Before the corpus is read."""
+def _check_device(device: str, plan: Plan) -> None:
+    """What the device cannot do is refused before the corpus is read."""
+    from fuselm.ops import choose
     from fuselm.torchlm.precision import pick_device, pick_precision
 
-    pick_precision(precision, pick_device(device))
+    found = pick_device(device)
+    pick_precision(plan.train.precision, found)
+    model = plan.preset.model(256, **plan.model_changes)
+    choose(model.impl, model.op_impl, device=str(found))
+
+
+@contextmanager
+def _told_of_interrupts(run: Run) -> Iterator[None]:
+    """Ctrl-C where nothing is saved first: while samples are drawn, or a second time while it trains."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        saved = f"step {run.saved['last']} is the last that is saved" if run.has_checkpoint else "nothing was saved yet"
+        typer.echo(f"interrupted: {saved}; go on with: {_resume_command(run)}", err=True)
+        raise typer.Exit(130) from None
+
+
+def _resume_command(run: Run) -> str:
+    return f"fuselm train --resume {shlex.quote(str(run.folder))}"
 
 
 def _trained(run: Run, shards: dict[str, Shard], device: str, log_csv: Path | None, tensorboard: bool) -> Trainer:
@@ -151,7 +178,7 @@ def _trained(run: Run, shards: dict[str, Shard], device: str, log_csv: Path | No
             trainer.train()
     except Interrupted:
         typer.echo(f"stopped at step {trainer.progress.step}; everything is saved", err=True)
-        typer.echo(f"go on with: fuselm train --resume {shlex.quote(str(run.folder))}", err=True)
+        typer.echo(f"go on with: {_resume_command(run)}", err=True)
         raise typer.Exit(130) from None
     except TrainingFailed as error:
         typer.echo(f"error: {error}", err=True)

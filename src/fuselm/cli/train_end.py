@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -13,62 +14,46 @@ from fuselm.cli.progress import bar
 if TYPE_CHECKING:
     from fuselm.torchlm.train import Trainer
 
-TEMPERATURE = 0.8
-NO_PLOT = "curve.png and report.md were not drawn: {}"
+Say = Callable[[str], None]
 
 
-def finish(trainer: Trainer, samples: int, command: str) -> dict[str, Any]:
-    """Say how it went; returns the same as plain data."""
-    run = trainer.run
+def finish(trainer: Trainer, samples: int, command: str | None, say: Say) -> dict[str, Any]:
+    """Say how it went; returns the same as plain data. `command` made the run, None if it was resumed."""
+    run, progress = trainer.run, trainer.progress
     texts = _texts(trainer, samples) if samples else []
     if texts:
-        typer.echo(f"\n{texts[0][0].strip()}\n")
+        say(f"\n{texts[0][0].strip()}\n")
     stories = _checked(texts) if texts and run.data.get("corpus") in ("stories", "little-stories") else None
-    best, step = trainer.progress.best_loss, trainer.progress.best_step
-    result: dict[str, Any] = {"run": str(run.folder), "best_loss": best, "best_step": step}
+    result: dict[str, Any] = {"run": str(run.folder), "best_loss": progress.best_loss, "best_step": progress.best_step}
     result |= {"stories": stories} if stories else {}
-    result |= _drawn(trainer, command, [text for text, _ in texts])
+    written, numbers = _drawn(trainer, _facts(trainer, command, texts[0][0] if texts else None, stories))
+    result |= numbers
     if stories:
-        typer.echo(
+        say(
             f"{stories['stories']} sampled stories, by the grammar's own rules: {stories['grammatical']} grammatical, "
             f"{stories['keep_hero']} keep their hero, {stories['end']} end; all three: {stories['good']}"
         )
-    if best is not None:
-        seconds = trainer.progress.seconds
-        typer.echo(f"best validation loss {best:.4f} at step {step}, after {seconds:.0f} s of training")
+    if progress.best_loss is not None:
+        best = f"best validation loss {progress.best_loss:.4f} at step {progress.best_step}"
+        say(f"{best}, after {progress.seconds:.0f} s of training")
     folder = shlex.quote(str(run.folder))
-    typer.echo(f"wrote {folder}: curve.png, report.md, weights. Next:")
-    typer.echo(f"  fuselm plot {folder}                                  # the curve, also of several runs")
-    typer.echo(
-        f"  fuselm train your-text.txt --preset {run.data['preset']} --out runs/mine   # the same on your own text"
-    )
+    say(f"wrote {folder}: {', '.join(['weights', *written])}. Next:")
+    say(f"  fuselm plot {folder}    # the curve, also of several runs")
+    say(f"  fuselm train your-text.txt --preset {run.data['preset']} --out runs/mine    # the same on your own text")
     return result
 
 
 def _texts(trainer: Trainer, count: int) -> list[tuple[str, bool]]:
-    """Samples of the best weights, and whether each came to its end."""
-    from fuselm.torchlm.sample import sample
+    """Texts by the best weights, and whether each came to its end."""
     from fuselm.torchlm.state import load_weights
 
-    run, tokenizer = trainer.run, trainer.tokenizer
+    run = trainer.run
     if "best" in run.saved:
         load_weights(trainer.model, run.load("best", weights_only=True).weights)
-    separator = tokenizer.end_of_text
-    start = int(trainer.shards["valid"].tokens[0]) if separator is None else separator
     with bar({"sampling": "tokens"}) as step:
-        found = sample(
-            trainer.model,
-            [start],
-            count=count,
-            max_tokens=run.model.context,
-            temperature=TEMPERATURE,
-            seed=trainer.config.seed,
-            stop=separator,
-            vocab_size=tokenizer.vocab_size,
-            on_progress=lambda done, total: step("sampling", done, total),
+        return trainer.texts(
+            count, run.model.context, trainer.config.seed, lambda done, total: step("sampling", done, total)
         )
-    lead = [] if separator is not None else [start]
-    return [(tokenizer.decode([*lead, *one.ids]), one.finished) for one in found]
 
 
 def _checked(texts: list[tuple[str, bool]]) -> dict[str, int]:
@@ -77,33 +62,45 @@ def _checked(texts: list[tuple[str, bool]]) -> dict[str, int]:
     return tally([check(text, finished=finished) for text, finished in texts])
 
 
-def _drawn(trainer: Trainer, command: str, samples: list[str]) -> dict[str, Any]:
-    """The curve and the report; without matplotlib a run is complete all the same."""
-    folder = trainer.run.folder
+def _drawn(trainer: Trainer, facts: dict[str, Any]) -> tuple[list[str], dict[str, Any]]:
+    """Draw the curve, write the report: the names of what was written, and the run's numbers."""
+    from fuselm.bench.curves import curve
+    from fuselm.bench.run_report import CURVE, REPORT, summary, write_report
+
+    folder, written = trainer.run.folder, [REPORT]
     try:
-        from fuselm.bench.curves import curve
-        from fuselm.bench.run_report import summary, write_report
-
-        curve([folder], folder / "curve.png")
-        write_report(folder, _facts(trainer, command, samples))
-        return summary(folder)
-    except ImportError as error:
-        typer.echo(f"warning: {NO_PLOT.format(error)}", err=True)
-        return {}
+        curve([folder], folder / CURVE)
+        written.insert(0, CURVE)
+    except ImportError as error:  # without matplotlib a run is complete all the same
+        typer.echo(f"warning: {CURVE} was not drawn. {error}", err=True)
+    write_report(folder, facts)
+    return written, summary(folder)
 
 
-def _facts(trainer: Trainer, command: str, samples: list[str]) -> dict[str, Any]:
+def _facts(trainer: Trainer, command: str | None, sample: str | None, stories: dict[str, int] | None) -> dict[str, Any]:
+    """What the report cannot find in the run's files."""
     import torch
 
     from fuselm import cost
 
-    cuda = trainer.device.type == "cuda"
-    facts: dict[str, Any] = {"model": cost.describe(trainer.run.model), "command": command, "samples": samples}
-    facts |= {"device": torch.cuda.get_device_name(trainer.device) if cuda else "cpu", "precision": trainer.precision}
-    facts |= {"micro_batch": trainer.micro_batch, "torch": torch.__version__}
-    if cuda:
-        facts["peak_memory_bytes"] = torch.cuda.max_memory_allocated(trainer.device)
-    return facts
+    run, cuda = trainer.run, trainer.device.type == "cuda"
+    parameters = cost.parameters(run.model)
+    return {
+        "parameters": parameters.total,
+        "active_parameters": parameters.active,
+        "train_tokens": run.data.get("train_tokens"),
+        "valid_tokens": run.data.get("valid_tokens"),
+        "tokenizer": repr(trainer.tokenizer),
+        "device": torch.cuda.get_device_name(trainer.device) if cuda else "cpu",
+        "precision": trainer.precision,
+        "micro_batch": trainer.micro_batch,
+        "torch": torch.__version__,
+        "peak_memory_bytes": torch.cuda.max_memory_allocated(trainer.device) if cuda else None,
+        "sample": sample,
+        "stories": stories,
+        "command": command,
+        "resume": ["fuselm", "train", "--resume", str(run.folder)],
+    }
 
 
 def list_presets(as_json: bool) -> None:

@@ -5,6 +5,7 @@ Everything that can be refused is refused here, the cheapest first.
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -48,7 +49,7 @@ class Plan:
     def request(self) -> dict[str, Any]:
         """What of the data was asked for: another request is another run."""
         if self.prepared is not None:
-            return {"preset": self.preset_name, "corpus": self.corpus}
+            return {"preset": self.preset_name, "corpus": str(self.prepared.resolve())}
         tokens = self.preset.tokens if self.tokenizer is None else load(self.tokenizer).fingerprint
         return {"preset": self.preset_name, "corpus": self.corpus, "tokens": tokens, "limit_mb": self.limit_mb}
 
@@ -119,37 +120,75 @@ def _fitted(chosen: Preset, training: dict[str, Any]) -> dict[str, Any]:
 
 def open_or_make(plan: Plan, device: str) -> tuple[Run, dict[str, Shard]]:
     """The run that was asked for, new or begun before, and its token files."""
-    from fuselm import checkpoint, cost
-    from fuselm.torchlm.train import check_run
+    from fuselm import checkpoint
+    from fuselm.files import partial_path, sweep
 
     if (plan.out / checkpoint.CONFIG).is_file() and not plan.overwrite:
-        there = checkpoint.open_run(plan.out)
-        model = plan.preset.model(there.model.vocab_size, **plan.model_changes)
-        data = {**there.data, **plan.request()}
-        run = checkpoint.create(plan.out, model=model, train=plan.train, data=data, tokenizer=None)  # refuses another
-        return run, open_data(run)
+        return _opened(plan)
+    if not (plan.out / checkpoint.CONFIG).is_file():
+        checkpoint.check_free(plan.out)
     checkpoint.check_writable(plan.out)
-    folder = plan.prepared or plan.out / checkpoint.DATA
-    tokenizer = _prepare(plan, folder)
-    from fuselm.data import open_prepared
+    if plan.prepared is not None:
+        return _made(plan, plan.prepared, device)
+    # Tokenised aside, and put in its place when the run is sure: what a folder had before stays until then.
+    sweep(plan.out / checkpoint.DATA)
+    staging = partial_path(plan.out / checkpoint.DATA)
+    try:
+        run, _ = _made(plan, staging, device)
+        shutil.rmtree(plan.out / checkpoint.DATA, ignore_errors=True)
+        staging.rename(plan.out / checkpoint.DATA)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+    return run, open_data(run)
 
+
+def _opened(plan: Plan) -> tuple[Run, dict[str, Shard]]:
+    """A run that was begun before; another config is refused."""
+    from fuselm import checkpoint
+    from fuselm.data.readers import TOKENIZER
+    from fuselm.text.tokenizer import Tokenizer
+
+    there = checkpoint.open_run(plan.out)
+    model = plan.preset.model(there.model.vocab_size, **plan.model_changes)
+    data = {**there.data, **plan.request()}
+    folder = data_folder(there)
+    lost = not (plan.out / checkpoint.TOKENIZER).is_file() and (folder / TOKENIZER).is_file()  # killed as it was made
+    tokenizer = Tokenizer.load(folder / TOKENIZER) if lost else None
+    run = checkpoint.create(plan.out, model=model, train=plan.train, data=data, tokenizer=tokenizer)
+    return run, open_data(run)
+
+
+def _made(plan: Plan, folder: Path, device: str) -> tuple[Run, dict[str, Shard]]:
+    """A new run on what is, or will be, tokenised in `folder`."""
+    from fuselm import checkpoint, cost
+    from fuselm.data import open_prepared
+    from fuselm.torchlm.train import check_run
+
+    tokenizer = _prepare(plan, folder)
     shards = open_prepared(folder)
     model = plan.preset.model(tokenizer.vocab_size, **plan.model_changes)
     check_run(model, plan.train, shards, device)  # before the folder belongs to a run that cannot be
     checkpoint.check_writable(plan.out, BYTES_PER_PARAMETER * cost.parameters(model).total)
-    data = {**plan.request(), "folder": None if plan.prepared is None else str(folder), **_found(shards)}
+    place = None if plan.prepared is None else str(plan.prepared.resolve())
+    data = {**plan.request(), "folder": place, **_found(shards)}
     run = checkpoint.create(
         plan.out, model=model, train=plan.train, data=data, tokenizer=tokenizer, overwrite=plan.overwrite
     )
     return run, shards
 
 
+def data_folder(run: Run) -> Path:
+    """Where the token files of a run are: in it, or in the prepared folder that it was begun with."""
+    from fuselm.checkpoint import DATA
+
+    return Path(run.data["folder"]) if run.data.get("folder") else run.folder / DATA
+
+
 def open_data(run: Run) -> dict[str, Shard]:
     """The token files of a run: its own, or the prepared folder it was begun with, unchanged since."""
-    from fuselm.checkpoint import DATA
     from fuselm.data import open_prepared
 
-    folder = Path(run.data["folder"]) if run.data.get("folder") else run.folder / DATA
+    folder = data_folder(run)
     shards = open_prepared(folder)
     for name, value in _found(shards).items():
         if run.data.get(name) != value:
@@ -158,14 +197,15 @@ def open_data(run: Run) -> dict[str, Shard]:
 
 
 def check_room(run: Run) -> None:
-    """Refuse a disk on which the checkpoints will not fit."""
+    """Refuse a disk on which the checkpoints will not fit, beside those that are there and will be replaced."""
     from fuselm import cost
 
-    run.check_writable(BYTES_PER_PARAMETER * cost.parameters(run.model).total)
+    there = sum(path.stat().st_size for path in run.folder.glob("step-*/*"))
+    run.check_writable(max(0, BYTES_PER_PARAMETER * cost.parameters(run.model).total - there))
 
 
 def _prepare(plan: Plan, folder: Path) -> Tokenizer:
-    """Tokenise the corpus unless that was done before; the tokenizer it has."""
+    """Tokenise the corpus unless somebody did that before; the tokenizer it has."""
     from fuselm.data import prepare as preparing
     from fuselm.data.readers import TOKENIZER
     from fuselm.text.tokenizer import Tokenizer

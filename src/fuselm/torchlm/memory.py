@@ -35,11 +35,16 @@ def _lines(path: Path) -> list[str]:
         return []
 
 
-def pick_micro_batch(config: ModelConfig, batch_size: int, device: torch.device, precision: str) -> int:
-    """The largest part of a batch, into equal parts, that fits beside weights, gradients and the optimiser's state."""
+def pick_micro_batch(
+    config: ModelConfig, batch_size: int, device: torch.device, precision: str, *, held: int = 0
+) -> int:
+    """The largest part of a batch, into equal parts, that fits beside weights, gradients and the optimiser's state.
+
+    `held` is how many bytes of those are in memory already.
+    """
     if device.type == "cpu" and (config.dropout or config.attention == "latent"):
         config = changed(config, attention_path="written")  # there SDPA makes whole matrices for these, as if written
-    free = free_bytes(device) * SHARE - cost.training_state_bytes(config)
+    free = free_bytes(device) * SHARE - (cost.training_state_bytes(config) - held)
     width = 4 if precision == "fp32" else 2
     parts = (rows for rows in range(batch_size, 0, -1) if batch_size % rows == 0)
     most = batch_size if device.type == "cuda" else max(1, CPU_TOKENS // config.context)

@@ -22,7 +22,7 @@ import torch
 
 from fuselm import cost
 from fuselm import ops as public_ops
-from fuselm.checkpoint import Run
+from fuselm.checkpoint import Run, RunError
 from fuselm.config import ModelConfig, TrainConfig
 from fuselm.data.loader import Loader
 from fuselm.data.shards import Shard
@@ -49,7 +49,7 @@ from fuselm.torchlm.step import Found, Outcome, gradients, update
 MEAN_SHARE = 0.05  # of a new loss in the running mean that spikes are measured against
 STEPS_BEFORE_SPIKES = 20  # a mean of fewer losses says little
 SAMPLE_TEMPERATURE = 0.8
-EVALUATION_TOKENS = {"cuda": 65_536, "cpu": 4_096}  # at once
+EVALUATION_TOKENS = 65_536  # at once at the most, and no more rows than a step has: those fit the memory
 
 
 class Interrupted(Exception):
@@ -72,6 +72,7 @@ class Progress:
     best_step: int = 0
     stale: int = 0  # evaluations since the best one
     bad_steps: int = 0  # in a row
+    first_bad: int = 0  # where that row began
 
 
 class Trainer:
@@ -93,7 +94,7 @@ class Trainer:
         self.device = pick_device(device)
         checkpoint = run.load("last") if run.has_checkpoint else None
         begun_in = checkpoint.state.get("precision") if checkpoint else None  # "auto" may be another one here
-        self.precision = pick_precision(begun_in or self.config.precision, self.device)
+        self.precision = _precision_of_run(begun_in, self.config.precision, self.device)
         if self.config.deterministic:
             make_deterministic()
         check_data(run.model, self.config, shards, self.tokenizer)
@@ -112,9 +113,6 @@ class Trainer:
         place: dict[str, int] = {}
         if checkpoint is not None:
             place = restore(self, checkpoint)
-        self.micro_batch = self.micro_batch or pick_micro_batch(
-            run.model, self.config.batch_size, self.device, self.precision
-        )
         self.feed = Feed(
             shards["train"],
             batch_size=self.config.batch_size,
@@ -124,6 +122,10 @@ class Trainer:
             device=self.device,
             **place,
         )
+        # Last, when all but gradients, averages and activations is in memory.
+        self.micro_batch = self.micro_batch or pick_micro_batch(
+            run.model, self.config.batch_size, self.device, self.precision, held=cost.weight_bytes(run.model)
+        )
         self.loss: Callable[..., Any] = self.model.loss
         if self.config.compile:
             self.loss = torch.compile(self.model.loss, dynamic=False)
@@ -131,6 +133,7 @@ class Trainer:
         name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else ""
         self.peak = cost.peak(name, self.precision)
         self._stopping = False
+        self._begun: float | None = None  # when it would have begun, had it never stopped
         self._since = _Since()
         self._unsettled: tuple[Found, float] | None = None
         self._last: dict[str, float] = {}
@@ -142,20 +145,22 @@ class Trainer:
         if self.finished:
             return self.progress
         with attention_backends(self.config.deterministic):
-            begun = time.monotonic() - self.progress.seconds
+            self._begun = time.monotonic() - self.progress.seconds
             while not self.finished:
                 self.advance()
-                self.progress.seconds = time.monotonic() - begun
                 self._after_step()
-                self.progress.seconds = time.monotonic() - begun
                 if self._stopping and not self.finished:
                     self.save()
-                    self._tell("end", reason="stopped")
+                    self._end("stopped")
                     raise Interrupted
-            if self._since.losses:
-                self._tell("step", **self._record())
-            self._tell("end", reason="patience" if self.progress.step < self.config.steps else "done")
+            self._end("patience" if self.progress.step < self.config.steps else "done")
         return self.progress
+
+    def _end(self, reason: str) -> None:
+        if self._since.losses:
+            self._tell("step", **self._record())
+        self._tell("end", reason=reason)
+        self._begun = None
 
     def stop(self) -> None:
         """Save and leave after this step."""
@@ -204,7 +209,7 @@ class Trainer:
     def _limit(self) -> float:
         """The loss above which a step counts as a spike and is not made."""
         mean = self.progress.mean_loss
-        settled = mean is not None and self.progress.updates >= STEPS_BEFORE_SPIKES
+        settled = bool(self.config.spike_factor) and self.progress.updates >= STEPS_BEFORE_SPIKES
         # Rounded as the device rounds it: both must come to the same verdict.
         return float(np.float32(self.config.spike_factor * mean)) if mean is not None and settled else math.inf
 
@@ -238,12 +243,13 @@ class Trainer:
         if not outcome.finite and scale > 1.0:
             return  # an overflow of fp16, and what the scale is there for
         progress.bad_steps += 1
+        progress.first_bad = progress.step if progress.bad_steps == 1 else progress.first_bad
         if progress.bad_steps >= self.config.bad_steps:
-            first = progress.step - progress.bad_steps + 1
             kept = f"step {self.run.saved['last']} in {self.run.folder}" if self.run.has_checkpoint else "none yet"
             raise TrainingFailed(
-                f"Steps {first} to {progress.step} were all bad and were not made ({fault}); the last good checkpoint "
-                f"is {kept}. Use a lower learning rate or a longer warm-up, or look at the data."
+                f"Steps {progress.first_bad} to {progress.step} were bad and were not made ({fault}); the last good "
+                f"checkpoint is {kept}. Look at the data, or begin a new run with a lower learning rate or a longer "
+                "warm-up."
             )
 
     def _after_step(self) -> None:
@@ -251,7 +257,9 @@ class Trainer:
         last = step >= config.steps
         intervals = (config.log_every, config.eval_every, config.save_every, config.sample_every)
         if last or self._stopping or any(step % every == 0 for every in intervals if every):
+            begin = time.monotonic()
             self._settle()
+            self._since.seconds += time.monotonic() - begin  # the device was at work on the step
         if step % config.log_every == 0 or last:
             self._tell("step", **self._record())
         saved = False
@@ -260,8 +268,13 @@ class Trainer:
         every = config.eval_every if config.sample_every is None else config.sample_every
         if every and (step % every == 0 or last):
             self._tell("sample", text=self.sample_text())
-        if not saved and (step % (config.save_every or config.eval_every) == 0 or self.finished):
+        if not saved and self._save_is_due():
             self.save()
+
+    def _save_is_due(self) -> bool:
+        """At its step, but not while steps go wrong: a run resumed from there would go wrong again."""
+        every = self.config.save_every or self.config.eval_every
+        return self.finished or (self.progress.step % every == 0 and not self.progress.bad_steps)
 
     def _record(self) -> dict[str, Any]:
         found = self._since.record()
@@ -273,7 +286,7 @@ class Trainer:
     def evaluation(self) -> Evaluation:
         """The loss on the whole validation split, as evaluate.py defines it."""
         context = self.run.model.context
-        rows = max(1, EVALUATION_TOKENS[self.device.type] // context)
+        rows = min(self.micro_batch, max(1, EVALUATION_TOKENS // context))
         self.model.eval()
         found = evaluate(
             self.model.loss,
@@ -299,38 +312,53 @@ class Trainer:
             progress.stale += 1
         seconds = time.monotonic() - begin
         self._tell("eval", loss=found.loss, bits_per_byte=found.bits_per_byte, best=better, took=seconds)
-        whole = progress.step % (self.config.save_every or self.config.eval_every) == 0 or self.finished
+        whole = self._save_is_due()
         if better:
             self.save(best_loss=found.loss, weights_only=not whole)
         return better and whole
 
     def sample_text(self) -> str:
-        """A text by the model as it is now, from the beginning of a document."""
-        config, tokenizer = self.config, self.tokenizer
+        """A text by the model as it is now."""
+        return self.texts(1, self.config.sample_tokens, self.config.seed + self.progress.step)[0][0]
+
+    def texts(
+        self, count: int, max_tokens: int, seed: int, on_progress: Callable[[int, int], None] | None = None
+    ) -> list[tuple[str, bool]]:
+        """Texts from the beginning of a document on, and whether each came to its end."""
+        tokenizer = self.tokenizer
         separator = tokenizer.end_of_text
+        # A corpus that is one document has no separator: then texts go on from its first token.
         start = int(self.shards["valid"].tokens[0]) if separator is None else separator
         found = sample(
             self.model,
             [start],
-            max_tokens=config.sample_tokens,
+            count=count,
+            max_tokens=max_tokens,
             temperature=SAMPLE_TEMPERATURE,
-            seed=config.seed + self.progress.step,
+            seed=seed,
             stop=separator,
             vocab_size=tokenizer.vocab_size,
-        )[0]
-        ids = found.ids if separator is not None else [start, *found.ids]
-        return tokenizer.decode(ids)
+            on_progress=on_progress,
+        )
+        lead = [] if separator is not None else [start]
+        return [(tokenizer.decode([*lead, *one.ids]), one.finished) for one in found]
 
     # --- state -------------------------------------------------------------------------------------------------------
 
     def save(self, best_loss: float | None = None, weights_only: bool = False) -> None:
         """Save what the next step depends on; with a loss, as the best so far."""
         self._settle()
+        self._note_time()
         weights, optimizer, state = snapshot(self)
         self.run.save(self.progress.step, weights, None if weights_only else optimizer, state, best_loss=best_loss)
         self._tell("save", best=best_loss is not None)
 
+    def _note_time(self) -> None:
+        if self._begun is not None:
+            self.progress.seconds = time.monotonic() - self._begun
+
     def _tell(self, kind: str, **facts: Any) -> None:
+        self._note_time()
         progress = self.progress
         record = {"kind": kind, "step": progress.step, "seconds": round(progress.seconds, 3), **facts}
         for listener in self.listeners:
@@ -351,7 +379,9 @@ class _Since:
 
     def record(self) -> dict[str, float]:
         """The means so far, and a new beginning."""
-        mean, rate = sum(self.losses) / len(self.losses), self.tokens / max(self.seconds, 1e-9)
+        finite = [loss for loss in self.losses if math.isfinite(loss)]  # of a step that was not made it may be NaN
+        mean = sum(finite) / len(finite) if finite else math.nan
+        rate = self.tokens / max(self.seconds, 1e-9)
         self.__init__()  # type: ignore[misc]
         return {"loss": mean, "tokens_per_second": round(rate, 1)}
 
@@ -378,6 +408,16 @@ def check_data(
         raise ValueError("A validation split has at least 2 tokens; this one has fewer. Use a longer corpus.")
     # The loader has the words for a corpus that is too short for a row or a batch.
     Loader(shards["train"], batch_size=config.batch_size, context=model.context, rows=config.rows)
+
+
+def _precision_of_run(begun_in: str | None, asked: str, device: torch.device) -> str:
+    """The precision that the run began in, whatever "auto" is on this device."""
+    try:
+        return pick_precision(begun_in or asked, device)
+    except ValueError as error:
+        if begun_in is None:
+            raise
+        raise RunError(f"This run began in {begun_in}, and goes on only so: {str(error).partition('. ')[0]}.") from None
 
 
 def check_run(model: ModelConfig, config: TrainConfig, shards: Mapping[str, Shard], device_name: str) -> None:
