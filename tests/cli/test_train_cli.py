@@ -23,6 +23,8 @@ from fuselm.checkpoint import open_run
 from fuselm.cli import app
 from fuselm.config import PRESETS
 from fuselm.torchlm.log import read_log
+from fuselm.torchlm.sample import sample
+from fuselm.torchlm.state import load_model
 from tests.torchlm.runs import child_environment, prepared
 
 SHAPE = (
@@ -492,3 +494,27 @@ def test_without_matplotlib_there_is_a_report_all_the_same(
     assert "curve.png was not drawn" in result.stderr
     assert "weights, report.md. Next" in result.stdout
     assert (tmp_path / "run" / "report.md").is_file()
+
+
+def test_a_short_text_gets_a_smaller_batch_unless_one_was_asked_for(tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("A short text of a few hundred letters. " * 12)
+    tiny = ("--preset", "naive-char", "--steps", "2", "--set", "width=16", "--set", "ffn_width=32", "--out")
+    result = fuselm(text, *tiny, tmp_path / "run")
+    assert result.exit_code == 0, result.output
+    assert "rows of 64 tokens: 4 a step, not 128" in result.stderr
+    again = fuselm(text, *tiny, tmp_path / "run")
+    assert again.exit_code == 0, again.output
+    assert "finished already at step 2 of 2" in again.stderr
+    assert_refused(fuselm(text, *tiny, tmp_path / "other", "--batch-size", "128"), "An epoch holds a global batch")
+    assert not (tmp_path / "other").exists()
+
+
+def test_a_trained_model_can_be_asked(data: Path, tmp_path: Path) -> None:
+    assert fuselm(data, *TINY, "--out", tmp_path / "run").exit_code == 0
+    run = open_run(tmp_path / "run")
+    model = load_model(run)
+    for name, array in run.load("best", weights_only=True).weights.items():
+        assert (dict(model.named_parameters())[name].detach().numpy() == array).all()
+    [text] = sample(model, run.tokenizer().encode("Once upon"), max_tokens=5)
+    assert len(text.ids) == 5

@@ -209,6 +209,7 @@ def _opening(trainer: Trainer, description: str) -> str:
     batch = f"{config.batch_size} rows of {trainer.run.model.context} tokens a step"
     batch += f", {trainer.micro_batch} at a time" if parts > 1 else ""
     begin = f"going on from step {step} of {config.steps}" if step else f"{config.steps} steps"
+    begin = f"finished already at step {step} of {config.steps}" if trainer.finished else begin
     return f"{description}\n{where}{held}, {trainer.precision}; {begin}, {batch}"
 
 

@@ -19,6 +19,8 @@ Say = Callable[[str], None]
 
 def finish(trainer: Trainer, samples: int, command: str | None, say: Say) -> dict[str, Any]:
     """Say how it went; returns the same as plain data. `command` made the run, None if it was resumed."""
+    from fuselm.data.corpora import corpus_names
+
     run, progress = trainer.run, trainer.progress
     texts = _texts(trainer, samples) if samples else []
     if texts:
@@ -39,7 +41,10 @@ def finish(trainer: Trainer, samples: int, command: str | None, say: Say) -> dic
     folder = shlex.quote(str(run.folder))
     say(f"wrote {folder}: {', '.join(['weights', *written])}. Next:")
     say(f"  fuselm plot {folder}    # the curve, also of several runs")
-    say(f"  fuselm train your-text.txt --preset {run.data['preset']} --out runs/mine    # the same on your own text")
+    if run.data["corpus"] in corpus_names():
+        say(
+            f"  fuselm train your-text.txt --preset {run.data['preset']} --out runs/mine    # the same on your own text"
+        )
     return result
 
 

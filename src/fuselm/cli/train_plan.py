@@ -5,7 +5,9 @@ Everything that can be refused is refused here, the cheapest first.
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,6 +40,7 @@ class Plan:
     tokenizer: Path | None
     limit_mb: float | None
     overwrite: bool
+    any_batch: bool  # nobody has asked for a batch size: a short corpus may have a smaller one
 
     @property
     def prepared(self) -> Path | None:
@@ -82,6 +85,7 @@ def make_plan(
         tokenizer,
         chosen.limit_mb if limit_mb is None and corpus in (None, chosen.corpus) else limit_mb,
         overwrite,
+        not {"batch_size", "micro_batch"} & training.keys(),
     )
     if plan.prepared is not None and (tokenizer is not None or limit_mb is not None):
         raise ValueError(f"{corpus} is tokenised already; --tokenizer and --limit-mb come too late. Leave them out.")
@@ -105,14 +109,15 @@ def _parsed(settings: list[str]) -> dict[str, Any]:
 
 
 def _fitted(chosen: Preset, training: dict[str, Any]) -> dict[str, Any]:
-    """A run much shorter than the preset's keeps the preset's warm-up in proportion, unless one was asked for."""
+    """A run shorter than the preset's has a warm-up in proportion, and is evaluated some times, unless told otherwise."""
     from fuselm.config import TrainConfig
 
     whole = TrainConfig(**chosen.training)
     steps = training.get("steps")
-    if isinstance(steps, int) and 0 < steps < whole.steps and "warmup" not in training:
-        return training | {"warmup": min(whole.warmup, max(1, whole.warmup * steps // whole.steps))}
-    return training
+    if not isinstance(steps, int) or not 0 < steps < whole.steps:
+        return training
+    warmup = min(whole.warmup, max(1, whole.warmup * steps // whole.steps))
+    return {"warmup": warmup, "eval_every": min(whole.eval_every, max(1, steps // 5)), **training}
 
 
 # --- the run folder and its data -------------------------------------------------------------------------------------
@@ -121,13 +126,26 @@ def _fitted(chosen: Preset, training: dict[str, Any]) -> dict[str, Any]:
 def open_or_make(plan: Plan, device: str) -> tuple[Run, dict[str, Shard]]:
     """The run that was asked for, new or begun before, and its token files."""
     from fuselm import checkpoint
-    from fuselm.files import partial_path, sweep
 
     if (plan.out / checkpoint.CONFIG).is_file() and not plan.overwrite:
         return _opened(plan)
     if not (plan.out / checkpoint.CONFIG).is_file():
         checkpoint.check_free(plan.out)
+    is_new = not plan.out.exists()
     checkpoint.check_writable(plan.out)
+    try:
+        return _tokenised_and_made(plan, device)
+    except BaseException:
+        if is_new:
+            with suppress(OSError):  # it is not empty
+                plan.out.rmdir()
+        raise
+
+
+def _tokenised_and_made(plan: Plan, device: str) -> tuple[Run, dict[str, Shard]]:
+    from fuselm import checkpoint
+    from fuselm.files import partial_path, sweep
+
     if plan.prepared is not None:
         return _made(plan, plan.prepared, device)
     # Tokenised aside, and put in its place when the run is sure: what a folder had before stays until then.
@@ -151,10 +169,13 @@ def _opened(plan: Plan) -> tuple[Run, dict[str, Shard]]:
     there = checkpoint.open_run(plan.out)
     model = plan.preset.model(there.model.vocab_size, **plan.model_changes)
     data = {**there.data, **plan.request()}
+    train = plan.train
+    if plan.any_batch and there.train is not None:  # as it was made to fit
+        train = dataclasses.replace(train, batch_size=there.train.batch_size)
     folder = data_folder(there)
     lost = not (plan.out / checkpoint.TOKENIZER).is_file() and (folder / TOKENIZER).is_file()  # killed as it was made
     tokenizer = Tokenizer.load(folder / TOKENIZER) if lost else None
-    run = checkpoint.create(plan.out, model=model, train=plan.train, data=data, tokenizer=tokenizer)
+    run = checkpoint.create(plan.out, model=model, train=train, data=data, tokenizer=tokenizer)
     return run, open_data(run)
 
 
@@ -167,14 +188,31 @@ def _made(plan: Plan, folder: Path, device: str) -> tuple[Run, dict[str, Shard]]
     tokenizer = _prepare(plan, folder)
     shards = open_prepared(folder)
     model = plan.preset.model(tokenizer.vocab_size, **plan.model_changes)
-    check_run(model, plan.train, shards, device)  # before the folder belongs to a run that cannot be
+    train = _fitting(plan, model.context, shards["train"])
+    check_run(model, train, shards, device)  # before the folder belongs to a run that cannot be
     checkpoint.check_writable(plan.out, BYTES_PER_PARAMETER * cost.parameters(model).total)
     place = None if plan.prepared is None else str(plan.prepared.resolve())
     data = {**plan.request(), "folder": place, **_found(shards)}
     run = checkpoint.create(
-        plan.out, model=model, train=plan.train, data=data, tokenizer=tokenizer, overwrite=plan.overwrite
+        plan.out, model=model, train=train, data=data, tokenizer=tokenizer, overwrite=plan.overwrite
     )
     return run, shards
+
+
+def _fitting(plan: Plan, context: int, shard: Shard) -> TrainConfig:
+    """The training that was asked for; on a corpus with fewer rows than the preset's batch, with a smaller batch."""
+    from fuselm.data import Loader
+
+    if not plan.any_batch or shard.tokens.size <= context:
+        return plan.train
+    rows = Loader(shard, batch_size=1, context=context, rows=plan.train.rows).rows_per_epoch
+    if rows >= plan.train.batch_size:
+        return plan.train
+    batch = 1 << rows.bit_length() - 1  # a power of two
+    typer.echo(
+        f"this corpus has {rows} rows of {context} tokens: {batch} a step, not {plan.train.batch_size}", err=True
+    )
+    return dataclasses.replace(plan.train, batch_size=batch)
 
 
 def data_folder(run: Run) -> Path:

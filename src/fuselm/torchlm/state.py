@@ -7,14 +7,15 @@ trainer's parts; where files lie is checkpoint.py's.
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fuselm.checkpoint import Checkpoint, RunError
+from fuselm.checkpoint import Checkpoint, Run, RunError
 from fuselm.optim import AdamW
+from fuselm.torchlm.model import Transformer
 
 if TYPE_CHECKING:
     from fuselm.torchlm.train import Trainer
@@ -63,6 +64,13 @@ def _restore(trainer: Trainer, checkpoint: Checkpoint, arrays: Arrays) -> dict[s
     trainer.micro_batch = saved["micro_batch"]
     place: dict[str, int] = saved["loader"]
     return place
+
+
+def load_model(run: Run, which: Literal["best", "last"] = "best", *, device: str = "cpu") -> Transformer:
+    """The model of a run with its best or its last weights, in fp32 and ready to be asked."""
+    model = Transformer(run.model, device=device)
+    load_weights(model, run.load(which, weights_only=True).weights)
+    return model.eval()
 
 
 def weight_arrays(model: nn.Module) -> Arrays:
