@@ -109,7 +109,7 @@ def _parsed(settings: list[str]) -> dict[str, Any]:
 
 
 def _fitted(chosen: Preset, training: dict[str, Any]) -> dict[str, Any]:
-    """A run shorter than the preset's has a warm-up in proportion, and is evaluated some times, unless told otherwise."""
+    """A run shorter than the preset's has a warm-up in proportion and some evaluations, unless told otherwise."""
     from fuselm.config import TrainConfig
 
     whole = TrainConfig(**chosen.training)
