@@ -518,3 +518,23 @@ def test_a_trained_model_can_be_asked(data: Path, tmp_path: Path) -> None:
         assert (dict(model.named_parameters())[name].detach().numpy() == array).all()
     [text] = sample(model, run.tokenizer().encode("Once upon"), max_tokens=5)
     assert len(text.ids) == 5
+
+
+def test_a_run_that_lost_its_data_gets_it_again(tmp_path: Path) -> None:
+    command = ("stories", "--limit-mb", "0.1", *TINY, "--out", tmp_path / "run")
+    assert fuselm(*command).exit_code == 0
+    before = (tmp_path / "run" / "config.json").read_bytes()
+    shutil.rmtree(tmp_path / "run" / "data")  # as after a kill between the two
+    again = fuselm(*command)
+    assert again.exit_code == 0, again.output
+    assert "finished already" in again.stderr
+    assert (tmp_path / "run" / "config.json").read_bytes() == before
+    assert (tmp_path / "run" / "data" / "train.tokens").is_file()
+
+
+def test_a_run_that_somebody_trains_is_not_overwritten(tmp_path: Path) -> None:
+    command = ("stories", "--limit-mb", "0.1", *TINY, "--out", tmp_path / "run")
+    assert fuselm(*command).exit_code == 0
+    with open_run(tmp_path / "run").claimed():
+        assert_refused(fuselm(*command, "--overwrite"), "trained by one process at a time")
+    assert open_run(tmp_path / "run").has_checkpoint

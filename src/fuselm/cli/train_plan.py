@@ -126,10 +126,16 @@ def _fitted(chosen: Preset, training: dict[str, Any]) -> dict[str, Any]:
 def open_or_make(plan: Plan, device: str) -> tuple[Run, dict[str, Shard]]:
     """The run that was asked for, new or begun before, and its token files."""
     from fuselm import checkpoint
+    from fuselm.data.readers import MANIFEST
 
-    if (plan.out / checkpoint.CONFIG).is_file() and not plan.overwrite:
-        return _opened(plan)
-    if not (plan.out / checkpoint.CONFIG).is_file():
+    if (plan.out / checkpoint.CONFIG).is_file():
+        there = checkpoint.open_run(plan.out)
+        with there.claimed():  # nobody is at work on it
+            pass
+        # One that was killed before its data had its place is made again, and comes out the same.
+        if not plan.overwrite and (data_folder(there) / MANIFEST).is_file():
+            return _opened(plan)
+    else:
         checkpoint.check_free(plan.out)
     is_new = not plan.out.exists()
     checkpoint.check_writable(plan.out)
