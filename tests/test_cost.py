@@ -18,6 +18,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fuselm import cost
 from fuselm.config import PRESETS, ModelConfig, changed, preset
+from fuselm.kernels import linear_cross_entropy as head_loss
+from fuselm.kernels.torch_ops import linear_cross_entropy as torch_head_loss
 from fuselm.optim import AdamW
 from fuselm.torchlm.cache import Cache
 from fuselm.torchlm.model import Transformer
@@ -59,6 +61,12 @@ def of_zoo(name: str) -> ModelConfig:
 def of_preset(name: str) -> ModelConfig:
     tokens = preset(name).tokens
     return preset(name).model(vocab_size=tokens if isinstance(tokens, int) else 80)
+
+
+@pytest.fixture
+def seen_inside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes the ops that the loss is made of visible to what watches ops: on a GPU they are what runs."""
+    monkeypatch.setattr(torch_head_loss, "_forward", torch_head_loss._plain_forward)
 
 
 CONFIGS = {**{f"preset {name}": of_preset(name) for name in PRESETS}, **{name: of_zoo(name) for name in ZOO}}
@@ -120,10 +128,11 @@ def test_flops_of_tinystories_are_those_counted_by_hand() -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in ZOO if "written" in ZOO[name].values()] + ["mixture"])
+@pytest.mark.usefixtures("seen_inside")
 def test_flops_are_those_that_torch_counts(name: str) -> None:
     config = changed(of_zoo(name), attention_path="written")
     model, ids = Transformer(config), torch.zeros(2, 48, dtype=torch.int64)
-    with FlopCounterMode(display=False) as forward:
+    with FlopCounterMode(display=False) as forward, torch.no_grad():  # with grad, the loss makes its gradients too
         model.loss(ids, ids)
     with FlopCounterMode(display=False) as training:
         loss, balance = model.loss(ids, ids)
@@ -205,6 +214,7 @@ ON_CPU = [name for name in ZOO if name != "latent, fused"]
 
 
 @pytest.mark.parametrize("name", ON_CPU)
+@pytest.mark.usefixtures("seen_inside")
 def test_activation_bytes_hold_for_a_step_in_fp32(name: str) -> None:
     config = of_zoo(name)
     truth = held(Transformer(config), batch=8, tokens=64)
@@ -212,6 +222,7 @@ def test_activation_bytes_hold_for_a_step_in_fp32(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ZOO)
+@pytest.mark.usefixtures("seen_inside")
 def test_activation_bytes_hold_for_a_step_in_bf16(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(F, "scaled_dot_product_attention", fused_attention)
     config = of_zoo(name)
@@ -220,11 +231,38 @@ def test_activation_bytes_hold_for_a_step_in_bf16(name: str, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.usefixtures("seen_inside")
 def test_activation_bytes_are_close_for_presets(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(F, "scaled_dot_product_attention", fused_attention)
     config = of_preset(name)
     truth = held(without_data(config, torch.bfloat16), batch=8, tokens=config.context)
     assert truth <= cost.activation_bytes(config, 8, config.context, dtype_bytes=2) <= 1.1 * truth
+
+
+@pytest.mark.usefixtures("seen_inside")
+@pytest.mark.parametrize("kib", [37, 100, 290])  # 16, 5 and 2 blocks of the 600 KiB that all logits take
+def test_activation_bytes_hold_where_the_loss_works_in_blocks(kib: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(head_loss, "DEFAULT_MAX_BYTES", kib << 10)
+    monkeypatch.setattr(cost, "LOGITS_BYTES", kib << 10)
+    config = of_zoo("gpt")
+    truth = held(Transformer(config), batch=8, tokens=64)
+    assert truth <= cost.activation_bytes(config, 8, 64, dtype_bytes=4) <= 1.25 * truth
+
+
+def test_the_blocks_of_the_loss_are_counted_as_it_makes_them() -> None:
+    assert cost.LOGITS_BYTES == head_loss.DEFAULT_MAX_BYTES
+    assert cost.LOGITS_TILE == head_loss.ROWS_OF_TILE
+
+
+@pytest.mark.parametrize("name", ["dense", "tied", "gpt, written, dropout"])
+def test_activation_bytes_hold_for_a_plain_loss_that_makes_all_logits(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(F, "scaled_dot_product_attention", fused_attention)
+    config = changed(of_zoo(name), op_impl={"linear_cross_entropy": "torch"})
+    for model, size in ((Transformer(config), 4), (without_data(config, torch.bfloat16), 2)):
+        truth = held(model, batch=8, tokens=64)
+        assert truth <= cost.activation_bytes(config, 8, 64, dtype_bytes=size) <= 1.25 * truth
 
 
 def test_activation_bytes_have_room_for_every_tensor_saved_for_backward() -> None:

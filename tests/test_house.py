@@ -152,10 +152,18 @@ def test_framework_headers_stand_in_their_binding_alone(path: Path) -> None:
 @pytest.mark.parametrize("path", sorted(KERNELS.glob("*.cu")), ids=relative)
 def test_ops_include_shared_headers_and_no_other_op(path: Path) -> None:
     included = set(re.findall(r'^\s*#\s*include\s*"([^"]+)"', path.read_text(encoding="utf-8"), re.MULTILINE))
-    strangers = included - {"common.cuh", "rows.cuh", "mma.cuh", "fuselm.h"}
+    strangers = included - {header.name for header in KERNELS.glob("*.cuh")} - {"fuselm.h"}
     assert not strangers, (
-        f"{path.name} includes {sorted(strangers)}: an op includes common.cuh, rows.cuh, mma.cuh and fuselm.h only"
+        f"{path.name} includes {sorted(strangers)}: an op includes fuselm.h and .cuh headers, never another .cu"
     )
+
+
+@pytest.mark.parametrize("path", sorted(KERNELS.glob("*.cuh")), ids=relative)
+def test_shared_headers_are_whole_without_any_op(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    included = set(re.findall(r'^\s*#\s*include\s*"([^"]+)"', text, re.MULTILINE))
+    assert included <= {header.name for header in KERNELS.glob("*.cuh")} | {"fuselm.h"}
+    assert "#pragma once" in text.splitlines(), f"{path.name} is included by several files: it wants #pragma once"
 
 
 @pytest.mark.parametrize("path", [*PYTHON_FILES, *sorted(PACKAGE.rglob("*.cu"))], ids=relative)

@@ -16,19 +16,31 @@ import torch
 import fuselm.nn
 from fuselm import ops
 from fuselm.kernels.spec import Tolerance
-from tests.kernels.arrays import assert_within_rule, error, to_numpy
+from tests.kernels.arrays import Error, assert_within_rule, error, to_numpy
 
 SHAPES = [(16,), (4, 8), 24]
 FLOATS = [torch.float32, torch.float16, torch.bfloat16]
+NORMS = ["RMSNorm", "LayerNorm"]
+# What may be said to a norm of either kind about its parameters.
+PARAMETERS = [
+    ("RMSNorm", {}),
+    ("RMSNorm", {"elementwise_affine": False}),
+    ("LayerNorm", {}),
+    ("LayerNorm", {"bias": False}),
+    ("LayerNorm", {"elementwise_affine": False}),
+]
+over_norms = pytest.mark.parametrize("kind", NORMS)
+over_parameters = pytest.mark.parametrize(("kind", "options"), PARAMETERS)
 
 
-def pair(*arguments: Any, **options: Any) -> tuple[fuselm.nn.RMSNorm, torch.nn.RMSNorm]:
-    """Our module and torch's, with the same random weight."""
-    ours, theirs = fuselm.nn.RMSNorm(*arguments, **options), torch.nn.RMSNorm(*arguments, **options)
-    if theirs.weight is not None:
-        with torch.no_grad():
-            theirs.weight.normal_(1.0, 0.5, generator=torch.Generator().manual_seed(1))
-            ours.weight.copy_(theirs.weight)
+def pair(kind: str, *arguments: Any, **options: Any) -> tuple[Any, Any]:
+    """Our module and torch's, with the same random parameters."""
+    ours, theirs = getattr(fuselm.nn, kind)(*arguments, **options), getattr(torch.nn, kind)(*arguments, **options)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            parameter.normal_(1.0, 0.5, generator=generator)
+    ours.load_state_dict(theirs.state_dict(), strict=True)
     return ours, theirs
 
 
@@ -37,14 +49,42 @@ def rows(shape: int | tuple[int, ...], dtype: torch.dtype = torch.float32, seed:
     return torch.randn(6, 5, *trailing, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def assert_as_exact(what: str, ours: torch.Tensor, theirs: torch.Tensor, truth: torch.Tensor) -> None:
-    """The house's error rule, with torch's module as the reference."""
-    exact = truth.detach().numpy()
-    noise = error(exact.astype(np.float32), exact)
-    assert_within_rule(what, to_numpy(ours), to_numpy(theirs), exact, Tolerance(), noise, groups=30)
+def results_of(module: Any, x: torch.Tensor, cotangent: torch.Tensor) -> dict[str, torch.Tensor]:
+    """y, and the gradients of x and of every parameter."""
+    inputs = x.detach().clone().requires_grad_()
+    y = module(inputs)
+    parameters = dict(module.named_parameters())
+    gradients = torch.autograd.grad(y, [inputs, *parameters.values()], cotangent.to(y.dtype))
+    return {"y": y} | {f"d{name}": gradient for name, gradient in zip(("x", *parameters), gradients, strict=True)}
 
 
-def truth_of(module: torch.nn.RMSNorm) -> torch.nn.RMSNorm:
+def fp32_noise(module: Any, x: torch.Tensor, cotangent: torch.Tensor) -> dict[str, Error]:
+    """What torch's module errs by in fp32, over a few inputs next to the given one: one alone may be lucky."""
+    in_fp32, exact = copy.deepcopy(module).float(), truth_of(copy.deepcopy(module).float())
+    draws: dict[str, list[Error]] = {}
+    for step in range(4):
+        near = x.float() * (1 + step / 4096)
+        truth = results_of(exact, near.double(), cotangent)
+        for name, found in results_of(in_fp32, near, cotangent).items():
+            draws.setdefault(name, []).append(error(to_numpy(found), to_numpy(truth[name])))
+    return {
+        name: Error(float(np.sqrt(np.mean([e.rms**2 for e in errors]))), max(e.max for e in errors))
+        for name, errors in draws.items()
+    }
+
+
+def assert_as_exact(ours: Any, theirs: Any, x: torch.Tensor, cotangent: torch.Tensor, device: str = "cpu") -> None:
+    """The house's error rule for the result and every gradient, with torch's module as the reference."""
+    truth, noise = results_of(truth_of(theirs), x.double(), cotangent), fp32_noise(theirs, x, cotangent)
+    there = (x.to(device), cotangent.to(device))
+    found, reference = (results_of(module.to(device), *there) for module in (ours, theirs))
+    assert found.keys() == reference.keys() == truth.keys()
+    for name, exact in truth.items():
+        values = (to_numpy(found[name]), to_numpy(reference[name]), to_numpy(exact))
+        assert_within_rule(name, *values, Tolerance(), noise[name], groups=min(30, exact.numel()))
+
+
+def truth_of(module: Any) -> Any:
     """Torch's module in float64, with eps as it is in fp32: there eps=None means another number."""
     exact = copy.deepcopy(module).double()
     exact.eps = torch.finfo(torch.float32).eps if module.eps is None else module.eps
@@ -55,14 +95,11 @@ def truth_of(module: torch.nn.RMSNorm) -> torch.nn.RMSNorm:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("affine", [True, False])
-def test_state_dicts_are_interchangeable(shape: Any, affine: bool) -> None:
-    ours, theirs = pair(shape, elementwise_affine=affine)
+@over_parameters
+def test_state_dicts_are_interchangeable(kind: str, options: dict[str, Any], shape: Any) -> None:
+    ours, theirs = pair(kind, shape, **options)
     assert {k: v.shape for k, v in ours.state_dict().items()} == {k: v.shape for k, v in theirs.state_dict().items()}
-    fresh_ours, fresh_theirs = (
-        fuselm.nn.RMSNorm(shape, elementwise_affine=affine),
-        torch.nn.RMSNorm(shape, elementwise_affine=affine),
-    )
+    fresh_ours, fresh_theirs = (getattr(home, kind)(shape, **options) for home in (fuselm.nn, torch.nn))
     fresh_ours.load_state_dict(theirs.state_dict(), strict=True)
     fresh_theirs.load_state_dict(ours.state_dict(), strict=True)
     for fresh, source in ((fresh_ours, theirs), (fresh_theirs, ours)):
@@ -70,17 +107,21 @@ def test_state_dicts_are_interchangeable(shape: Any, affine: bool) -> None:
             assert torch.equal(fresh.get_parameter(name), parameter)
 
 
-def test_a_state_dict_of_another_width_is_refused() -> None:
+@over_norms
+def test_a_state_dict_of_another_width_is_refused(kind: str) -> None:
     with pytest.raises(RuntimeError, match="size mismatch"):
-        fuselm.nn.RMSNorm(8).load_state_dict(torch.nn.RMSNorm(9).state_dict())
+        getattr(fuselm.nn, kind)(8).load_state_dict(getattr(torch.nn, kind)(9).state_dict())
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_fresh_module_starts_as_torchs(shape: Any) -> None:
-    ours, theirs = fuselm.nn.RMSNorm(shape), torch.nn.RMSNorm(shape)
-    assert torch.equal(ours.weight, theirs.weight)
+@over_parameters
+def test_a_fresh_module_starts_as_torchs(kind: str, options: dict[str, Any], shape: Any) -> None:
+    ours, theirs = (getattr(home, kind)(shape, **options) for home in (fuselm.nn, torch.nn))
+    assert dict(ours.named_parameters()).keys() == dict(theirs.named_parameters()).keys()
+    for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(mine, other)
     assert (ours.normalized_shape, ours.eps) == (theirs.normalized_shape, theirs.eps)
-    assert isinstance(ours, torch.nn.RMSNorm)
+    assert isinstance(ours, getattr(torch.nn, kind))
 
 
 def test_a_fresh_module_with_an_offset_scales_by_one() -> None:
@@ -89,17 +130,29 @@ def test_a_fresh_module_with_an_offset_scales_by_one() -> None:
     assert torch.equal(module(rows(16)), fuselm.nn.RMSNorm(16)(rows(16)))
 
 
+@over_norms
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_dtype_and_device_are_those_asked_for(dtype: torch.dtype) -> None:
-    module = fuselm.nn.RMSNorm(8, device="meta", dtype=dtype)
-    assert module.weight.device.type == "meta"
-    assert module.weight.dtype == dtype
-    assert fuselm.nn.RMSNorm(8).to(dtype).weight.dtype == dtype
+def test_dtype_and_device_are_those_asked_for(kind: str, dtype: torch.dtype) -> None:
+    norm = getattr(fuselm.nn, kind)
+    module = norm(8, device="meta", dtype=dtype)
+    assert {(p.device.type, p.dtype) for p in module.parameters()} == {("meta", dtype)}
+    assert {p.dtype for p in norm(8).to(dtype).parameters()} == {dtype}
 
 
-@pytest.mark.parametrize("arguments", [(8,), ((4, 8), 1e-6), (8, None, False)])
-def test_repr_is_torchs(arguments: tuple[Any, ...]) -> None:
-    assert repr(fuselm.nn.RMSNorm(*arguments)) == repr(torch.nn.RMSNorm(*arguments))
+@pytest.mark.parametrize(
+    ("kind", "arguments"),
+    [
+        ("RMSNorm", (8,)),
+        ("RMSNorm", ((4, 8), 1e-6)),
+        ("RMSNorm", (8, None, False)),
+        ("LayerNorm", (8,)),
+        ("LayerNorm", ((4, 8), 1e-6)),
+        ("LayerNorm", (8, 1e-5, False)),
+        ("LayerNorm", (8, 1e-5, True, False)),
+    ],
+)
+def test_repr_is_torchs(kind: str, arguments: tuple[Any, ...]) -> None:
+    assert repr(getattr(fuselm.nn, kind)(*arguments)) == repr(getattr(torch.nn, kind)(*arguments))
 
 
 def test_repr_names_what_torch_does_not_have() -> None:
@@ -111,21 +164,14 @@ def test_repr_names_what_torch_does_not_have() -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("affine", [True, False])
-@pytest.mark.parametrize("eps", [None, 1e-5])
+@over_parameters
+@pytest.mark.parametrize("eps", [None, 1e-5, 0.1])
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_results_and_gradients_are_as_exact_as_torchs(shape: Any, affine: bool, eps: float | None, dtype: Any) -> None:
-    ours, theirs = pair(shape, eps, affine, dtype=dtype)
-    x, cotangent = rows(shape, dtype), rows(shape, dtype, seed=2)
-    results = []
-    for module in (ours, theirs, truth_of(theirs)):
-        double = module is not ours and module is not theirs
-        inputs = (x.double() if double else x).clone().requires_grad_()
-        y = module(inputs)
-        wanted = [inputs, *module.parameters()]
-        results.append((y, *torch.autograd.grad(y, wanted, cotangent.to(y.dtype))))
-    for what, *values in zip(("y", "gradient of x", "gradient of weight"), *results, strict=False):
-        assert_as_exact(what, *values)
+def test_results_and_gradients_are_as_exact_as_torchs(
+    kind: str, options: dict[str, Any], shape: Any, eps: float | None, dtype: Any
+) -> None:
+    ours, theirs = pair(kind, shape, dtype=dtype, **options, **({} if eps is None else {"eps": eps}))
+    assert_as_exact(ours, theirs, rows(shape, dtype), rows(shape, dtype, seed=2))
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -145,7 +191,19 @@ def test_the_residual_form_norms_the_sum_it_returns(shape: Any, options: dict[st
     assert torch.equal(y.reshape(6, 5, width), flat[0])
 
 
-def test_a_training_step_is_torchs() -> None:
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("bias", [True, False])
+def test_the_residual_form_of_a_layer_norm_norms_the_sum_it_returns(shape: Any, bias: bool) -> None:
+    module = pair("LayerNorm", shape, bias=bias)[0]
+    x, residual = rows(shape, torch.bfloat16), rows(shape, torch.float32, seed=3)
+    y, summed = module(x, residual)
+    assert torch.equal(summed, x + residual)
+    assert (y.shape, y.dtype) == (x.shape, x.dtype)
+    assert torch.equal(y, module(summed).to(torch.bfloat16))
+
+
+@over_norms
+def test_a_training_step_is_torchs(kind: str) -> None:
     """Two layers and a norm between them, ten steps of AdamW: the same losses, to fp32's noise."""
 
     def losses(norm: torch.nn.Module) -> list[float]:
@@ -162,9 +220,9 @@ def test_a_training_step_is_torchs() -> None:
             seen.append(loss.item())
         return seen
 
-    theirs = losses(torch.nn.RMSNorm(32))
+    theirs = losses(getattr(torch.nn, kind)(32))
     assert theirs[-1] < 0.95 * theirs[0]
-    np.testing.assert_allclose(losses(fuselm.nn.RMSNorm(32)), theirs, rtol=2e-5)
+    np.testing.assert_allclose(losses(getattr(fuselm.nn, kind)(32)), theirs, rtol=2e-5)
 
 
 # ---- as part of a model --------------------------------------------------------------------------------------------
@@ -183,18 +241,20 @@ def test_a_deep_copy_is_a_module_of_its_own() -> None:
     assert repr(twin) == repr(module)
 
 
-def test_functional_call_uses_the_weight_it_is_given() -> None:
-    module = fuselm.nn.RMSNorm(16)
+@over_norms
+def test_functional_call_uses_the_weight_it_is_given(kind: str) -> None:
+    module, op = getattr(fuselm.nn, kind)(16), {"RMSNorm": ops.rms_norm, "LayerNorm": ops.layer_norm}[kind]
     weight = torch.full((16,), 3.0, requires_grad=True)
     y = torch.func.functional_call(module, {"weight": weight}, (rows(16),))
-    assert torch.equal(y, ops.rms_norm(rows(16), weight))
-    (gradient,) = torch.autograd.grad(y.sum(), weight)
+    assert torch.equal(y, op(rows(16), weight))
+    (gradient,) = torch.autograd.grad(y.square().sum(), weight)
     assert torch.count_nonzero(gradient)
     assert module.weight.grad is None
 
 
-def test_evaluation_without_grad_gives_what_training_gives() -> None:
-    module = fuselm.nn.RMSNorm(16)
+@over_norms
+def test_evaluation_without_grad_gives_what_training_gives(kind: str) -> None:
+    module = pair(kind, 16)[0]
     trained = module(rows(16))
     with torch.no_grad():
         evaluated = module.eval()(rows(16))
@@ -204,10 +264,11 @@ def test_evaluation_without_grad_gives_what_training_gives() -> None:
 
 
 @pytest.mark.filterwarnings("default")  # the compiler's own deprecations
+@over_norms
 @pytest.mark.parametrize("shape", [(16,), (4, 8)])
 @pytest.mark.parametrize("with_residual", [False, True])
-def test_compiles_without_a_break(shape: tuple[int, ...], with_residual: bool) -> None:
-    module = fuselm.nn.RMSNorm(shape)
+def test_compiles_without_a_break(kind: str, shape: tuple[int, ...], with_residual: bool) -> None:
+    module = pair(kind, shape)[0]
     torch.compiler.reset()
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
     arguments = (rows(shape), rows(shape, seed=1)) if with_residual else (rows(shape),)
@@ -222,6 +283,7 @@ def as_list(result: Any) -> list[torch.Tensor]:
 # ---- errors --------------------------------------------------------------------------------------------------------
 
 
+@over_norms
 @pytest.mark.parametrize(
     ("shape", "x"),
     [
@@ -235,17 +297,18 @@ def as_list(result: Any) -> list[torch.Tensor]:
     ],
     ids=["short", "turned", "flat", "too-few-dimensions", "swapped", "integers", "scalar"],
 )
-def test_what_torch_refuses_is_refused(shape: tuple[int, ...], x: torch.Tensor) -> None:
+def test_what_torch_refuses_is_refused(kind: str, shape: tuple[int, ...], x: torch.Tensor) -> None:
     with pytest.raises((RuntimeError, ValueError)):
-        torch.nn.RMSNorm(shape)(x)
+        getattr(torch.nn, kind)(shape)(x)
     with pytest.raises((RuntimeError, ValueError), match=r"; got .*\. "):
-        fuselm.nn.RMSNorm(shape)(x)
+        getattr(fuselm.nn, kind)(shape)(x)
 
 
-def test_a_residual_of_another_shape_is_refused() -> None:
+@over_norms
+def test_a_residual_of_another_shape_is_refused(kind: str) -> None:
     for shape in ((16,), (4, 4)):
         with pytest.raises((RuntimeError, ValueError), match="residual"):
-            fuselm.nn.RMSNorm(shape)(rows(shape), torch.ones(3, *shape))
+            getattr(fuselm.nn, kind)(shape)(rows(shape), torch.ones(3, *shape))
 
 
 def test_an_unknown_cast_mode_is_refused() -> None:
@@ -254,23 +317,75 @@ def test_an_unknown_cast_mode_is_refused() -> None:
 
 
 @pytest.mark.gpu
+@over_norms
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_on_a_gpu_results_are_as_exact_as_torchs(shape: Any, dtype: torch.dtype) -> None:
+def test_on_a_gpu_results_are_as_exact_as_torchs(kind: str, shape: Any, dtype: torch.dtype) -> None:
     if not torch.cuda.is_available():
         pytest.skip("torch sees no CUDA device")
-    ours, theirs = pair(shape, dtype=dtype)
-    x = rows(shape, dtype)
-    y, reference = ours.cuda()(x.cuda()), theirs.cuda()(x.cuda())
-    assert_as_exact("y", y.cpu(), reference.cpu(), truth_of(theirs).cpu()(x.double()))
+    ours, theirs = pair(kind, shape, dtype=dtype)
+    assert_as_exact(ours, theirs, rows(shape, dtype), rows(shape, dtype, seed=2), "cuda")
 
 
-def test_a_residual_of_another_shape_is_refused_also_where_it_has_as_many_numbers() -> None:
-    with pytest.raises(ValueError, match="residual must have x's shape"):
-        fuselm.nn.RMSNorm((4, 8))(torch.randn(3, 4, 8), torch.randn(3, 8, 4))
+@over_norms
+def test_a_residual_of_another_shape_is_refused_also_where_it_has_as_many_numbers(kind: str) -> None:
+    with pytest.raises(ValueError, match=f"{kind}: residual must have x's shape"):
+        getattr(fuselm.nn, kind)((4, 8))(torch.randn(3, 4, 8), torch.randn(3, 8, 4))
 
 
 @pytest.mark.parametrize("wrong", [{"cast_mode": "none"}, {"offset": 1.0, "elementwise_affine": False}])
 def test_options_that_could_not_be_kept_are_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(ValueError, match="RMSNorm: cast_mode must be"):
         fuselm.nn.RMSNorm(8, **wrong)
+
+
+# ---- losses --------------------------------------------------------------------------------------------------------
+
+LOSS_OPTIONS = [{}, {"ignore_index": 3}, {"reduction": "sum", "label_smoothing": 0.1}, {"reduction": "none"}]
+
+
+def loss_inputs(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits, and targets for the classes, which are the last of one dimension or the second of more."""
+    made = torch.Generator().manual_seed(0)
+    classes = shape[-1] if len(shape) == 1 else shape[1]
+    places = shape[:1] + shape[2:] if len(shape) > 1 else ()
+    return torch.randn(shape, generator=made).to(dtype), torch.randint(classes, places, generator=made)
+
+
+@pytest.mark.parametrize("options", LOSS_OPTIONS, ids=str)
+@pytest.mark.parametrize("shape", [(7,), (6, 7), (6, 7, 5), (2, 7, 3, 4)], ids=str)
+def test_a_loss_and_its_gradient_are_torchs(shape: tuple[int, ...], options: dict[str, Any]) -> None:
+    logits, targets = loss_inputs(shape)
+    found = []
+    for loss in (fuselm.nn.CrossEntropyLoss(**options), torch.nn.CrossEntropyLoss(**options)):
+        leaf = logits.clone().requires_grad_()
+        value = loss(leaf, targets)
+        value.sum().backward()
+        found.append((value.detach(), leaf.grad))
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_a_loss_takes_what_the_op_takes() -> None:
+    logits, targets = loss_inputs((6, 7), torch.bfloat16)
+    leaf = logits.clone().requires_grad_()
+    own: dict[str, Any] = {"z_loss": 0.01, "softcap": 2.0}
+    value = fuselm.nn.CrossEntropyLoss(**own, inplace=True)(scores := leaf * 1, targets)
+    assert torch.equal(value, ops.cross_entropy(logits, targets, **own))
+    value.backward()
+    assert leaf.grad is not None
+    assert torch.equal(scores, leaf.grad)  # in place: where the logits were
+
+
+def test_a_loss_has_torchs_state_and_says_what_it_adds() -> None:
+    ours, theirs = fuselm.nn.CrossEntropyLoss(label_smoothing=0.1), torch.nn.CrossEntropyLoss(label_smoothing=0.1)
+    assert ours.state_dict() == theirs.state_dict() == {}
+    assert repr(ours) == repr(theirs)
+    assert (
+        repr(fuselm.nn.CrossEntropyLoss(softcap=30.0, inplace=True)) == "CrossEntropyLoss(softcap=30.0, inplace=True)"
+    )
+
+
+def test_weighted_classes_are_refused_with_a_remedy() -> None:
+    with pytest.raises(ValueError, match=r"no weights here; got weight \[7\]. Use torch.nn.CrossEntropyLoss"):
+        fuselm.nn.CrossEntropyLoss(torch.ones(7))

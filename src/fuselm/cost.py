@@ -21,6 +21,8 @@ from dataclasses import astuple, dataclass
 from fuselm.config import ModelConfig
 
 Matrices = list[tuple[int, int]]  # (inputs, outputs) of each
+# What the fused loss works with: its bound on the logits held at a time, and how many rows its blocks are multiples of.
+LOGITS_BYTES, LOGITS_TILE = 256 << 20, 128
 
 # --- parameters ------------------------------------------------------------------------------------------------------
 
@@ -166,19 +168,21 @@ def latent_cache_bytes(config: ModelConfig, batch: int, context: int, dtype_byte
 def activation_bytes(config: ModelConfig, batch: int, context: int, dtype_bytes: int) -> int:
     """About what a training step on `batch` rows holds at its peak, on top of training_state_bytes.
 
-    That is every tensor saved for the backward pass, with activations of `dtype_bytes` and the ops of plain torch
-    around torch's fused attention or the written-out one, plus what the most wasteful moment of the backward pass adds.
-    It is for choosing a micro-batch: not too little, and at most a quarter too much (more only for one or two layers
-    with hardly a vocabulary). Not in it: fragments of the allocator, the CUDA context, matmul workspaces. Where torch
-    has no fused attention for a model (on a CPU: dropout, latent attention), count attention_path="written".
+    That is every tensor saved for the backward pass, with activations of `dtype_bytes` and the ops that the config
+    chooses around torch's fused attention or the written-out one, plus what the most wasteful moment of the loss or of
+    the backward pass adds. It is for choosing a micro-batch: not too little, and at most a quarter too much (more only
+    for one or two layers with hardly a vocabulary). Not in it: fragments of the allocator, the CUDA context, matmul
+    workspaces, and what a CPU, which has no kernels, needs in their place (up to four blocks of fp32 logits). Where
+    torch has no fused attention for a model (on a CPU: dropout, latent attention), count attention_path="written".
     """
     size, tokens, count = dtype_bytes, batch * context, parameters(config)
     dropped = config.width * size if config.dropout else 0  # a mask, at the start and after each half of a block
     layer = _saved_by_attention(config, context, size) + _saved_by_feed_forward(config, size)
     layer += 2 * _saved_by_norm(config, size) + 2 * dropped
     saved = tokens * (8 + dropped + config.num_layers * layer + _saved_by_loss(config, size))
-    if size < 4:  # weights are fp32, and the copies made for each matmul are needed again
-        saved += size * (count.attention + count.feed_forward + config.vocab_size * config.width)
+    if size < 4:  # weights are fp32, and the copies made for each matmul are needed again; not so a fused loss's
+        head = 0 if _fused(config, "linear_cross_entropy") else config.vocab_size * config.width
+        saved += size * (count.attention + count.feed_forward + head)
     # Of few tokens little is left beside the last thing of all: two gradients of a tied embedding, and their sum.
     held = max(saved + _passing_bytes(config, tokens, context, size), 12 * count.embedding * config.tied)
     return held + held // 32  # the small tensors that are not listed
@@ -204,8 +208,9 @@ def _saved_by_attention(config: ModelConfig, context: int, size: int) -> int:
         # Each matmul makes its operands contiguous, keys and values once for every query head; a single row needs none.
         copies = heads * (3 * width + 2 * turned)
         between = copies + projected if config.qk_norm else max(copies, projected + changed)
-        share = 4 + (2 * size if config.dropout else size if size < 4 else 0)  # fp32, then dropped by a mask or rounded
-        scores = context * (heads * share + 1)
+        # What softmax made (plain torch, of fp32, made it twice), and what a mask left of it.
+        shares = 1 + (2 if config.dropout else 0) + (size == 4 and not _fused(config, "softmax"))
+        scores = context * heads * shares * size
     normed += 4 * (heads + keys) + 8  # statistics
     return (config.width + latents + between + heads * width) * size + normed + scores
 
@@ -220,30 +225,51 @@ def _saved_by_feed_forward(config: ModelConfig, size: int) -> int:
     return 4 * (width + config.num_experts) + 8 + config.experts_per_token * visit + shared  # the router reads fp32
 
 
+def _fused(config: ModelConfig, op: str) -> bool:
+    """Whether an op saves what its kernel needs, as it does on every device, and not what plain torch does."""
+    return config.op_impl.get(op, config.impl) != "torch"
+
+
 def _saved_by_norm(config: ModelConfig, size: int) -> int:
     """Bytes of a token: the sum that is normalised, in fp32 where plain torch does it, and its statistics."""
-    plain = config.norm == "layer" or config.op_impl.get("rms_norm", config.impl) == "torch"
-    return config.width * (4 if plain else size) + 8
+    fused = _fused(config, "layer_norm" if config.norm == "layer" else "rms_norm")
+    return config.width * (size if fused else 4) + 8
 
 
 def _saved_by_loss(config: ModelConfig, size: int) -> int:
-    """Bytes of a token: the last norm, what the head reads, log-softmax and, if they are bent, the logits; fp32."""
+    """Bytes of a token: the last norm, what the head reads and, if fused, its gradient, made already.
+
+    Plain torch has log-softmax instead and, if they are bent, the logits; fp32.
+    """
+    if _fused(config, "linear_cross_entropy"):
+        return _saved_by_norm(config, size) + 2 * config.width * size
     logits = config.vocab_size * (4 if config.softcap is None else 8)
     return _saved_by_norm(config, size) + config.width * size + logits
+
+
+def _logits_held(config: ModelConfig, tokens: int, size: int) -> int:
+    """Bytes of the logits that a fused loss holds: one block of those of all rows, which are about equal."""
+    row = config.vocab_size * size
+    blocks = -(-tokens * row // LOGITS_BYTES)
+    return max(row, min(LOGITS_BYTES, tokens * row // blocks + (LOGITS_TILE * row if blocks > 1 else 0)))
 
 
 def _passing_bytes(config: ModelConfig, tokens: int, context: int, size: int) -> int:
     """What comes and goes while nearly all that is saved is still there, at the worst of four moments."""
     width, heads, of_weight = config.width, config.num_heads, 4 + (size if size < 4 else 0)
-    loss = tokens * 8 * config.vocab_size  # two fp32 gradients of the logits
-    head = config.vocab_size * (width * of_weight - tokens * (4 - size))  # its gradient, when those are gone
+    if _fused(config, "linear_cross_entropy"):
+        loss = _logits_held(config, tokens, size) + 8 * tokens  # and two statistics of each row
+        head = loss + config.vocab_size * width * of_weight  # its gradient and its copy are there at the same time
+    else:
+        loss = tokens * 8 * config.vocab_size  # two fp32 gradients of the logits
+        head = config.vocab_size * (width * of_weight - tokens * (4 - size))  # its gradient, when those are gone
     # In the last block, what the loss had saved is free; a tied head's gradient waits for the embedding's.
     weights = width * (of_weight * config.ffn_width * (config.num_experts or 1) + 4 * config.vocab_size * config.tied)
     hidden = config.ffn_width * (2 if config.activation == "relu2" else 1)
     feed_forward = 3 * _saved_by_norm(config, size) + _visits(config) * (hidden + 2 * width) * size
     attention = heads * (4 * config.head_width + 2 * (config.rope_head_dim or 0)) * size  # queries, keys, values, seen
     if config.attention_path == "written":
-        attention = heads * context * (4 if config.dropout else 8)
+        attention = heads * context * (2 * size if _fused(config, "softmax") else 8)  # gradients of shares and scores
     half = max(feed_forward, attention - _saved_by_feed_forward(config, size))
     return max(loss, head, weights + tokens * (half - _saved_by_loss(config, size)))
 

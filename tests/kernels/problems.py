@@ -1,7 +1,8 @@
 """Problems for the generic tests: a case of an op with its inputs, its truth, and what torch's own kernel makes of it.
 
 Knows the registry, torch and pytest's parameters, and no op by name. A problem is made once and shared by all tests and
-devices. "Row" means the last dimension of the case's main shape; tensors of that shape are the row-wise ones.
+devices. "Row" means the last dimension of the case's main shape; a tensor has rows when it has something for each of
+them: a row of its own, or one number, as targets and losses have.
 
     @pytest.mark.parametrize(("op_name", "case"), each_case())
     def test_it(op_name, case): problem = problem_of(op_name, case)
@@ -82,13 +83,15 @@ def small(case: Case) -> bool:
 def each_kind(layouts: bool = True) -> list[Any]:
     """The first small case of each kind that matters to what surrounds a kernel: for tests that take a second each.
 
-    A kind is which tensors there are, whether their dtypes differ, whether there are rows and, if asked, the layout.
+    A kind is which tensors there are and come out, whether their dtypes differ, whether there are rows, whether those
+    are independent and, if asked, the layout.
     """
     kinds: dict[Any, Any] = {}
     for param in each_case(small):
         op_name, case = param.values
         mixed = any(dtype != case.dtype for dtype in case.tensors.values())
-        kind = (op_name, tuple(case.tensors), mixed, case.size > 0, case.layout if layouts else "")
+        lies = case.layout if layouts else ""
+        kind = (op_name, tuple(case.tensors), OPS[op_name].outputs(case), mixed, case.size > 0, case.row_wise, lies)
         kinds.setdefault(kind, param)
     return list(kinds.values())
 
@@ -116,9 +119,10 @@ class Problem:
         """
         return min(math.prod(self.case.shape[:-1]), math.prod(shape))
 
-    def row_wise(self, name: str) -> bool:
-        """Whether an input, and so its gradient, has a row for each row of the case."""
-        return self.op.row_wise and self.inputs[name].shape == self.case.shape
+    @functools.cached_property
+    def with_rows(self) -> frozenset[str]:
+        """The inputs, and so the gradients, that have something for each row of the case."""
+        return self.op.row_inputs(self.case)
 
 
 def make_problem(op: OpSpec, case: Case) -> Problem:
@@ -195,11 +199,11 @@ def as_tuple(result: Any) -> tuple[Any, ...]:
 
 
 def torch_inputs(problem: Problem, device: str, layout: str | None = None, wanted: tuple[str, ...] = ()) -> Tensors:
-    """The problem's tensors; those of the main shape lie as the case says, those in `wanted` require grad."""
+    """The problem's tensors; those that have rows lie as the case says, those in `wanted` require grad."""
     layout = problem.case.layout if layout is None else layout
     tensors = {}
     for name, array in problem.inputs.items():
-        lies = layout if array.shape == problem.case.shape else "contiguous"
+        lies = layout if name in problem.with_rows else "contiguous"
         tensors[name] = torch_tensor(array, device, lies).requires_grad_(name in wanted)
     return tensors
 
@@ -215,7 +219,7 @@ def forward(function: Callable[..., Any], problem: Problem, tensors: Tensors) ->
     return dict(zip(problem.op.outputs(problem.case), outputs, strict=True))
 
 
-def backward(outputs: Tensors, cotangents: Tensors, inputs: Tensors) -> Tensors:
+def backward(outputs: Tensors, cotangents: Tensors, inputs: Tensors, keep: bool = False) -> Tensors:
     """Gradients, by name, of the inputs that require one; outputs without a cotangent count as unused."""
     wanted = [name for name, tensor in inputs.items() if tensor.requires_grad]
     used = [name for name in outputs if name in cotangents]
@@ -223,6 +227,7 @@ def backward(outputs: Tensors, cotangents: Tensors, inputs: Tensors) -> Tensors:
         [outputs[name] for name in used],
         [inputs[name] for name in wanted],
         [cotangents[name] for name in used],
+        retain_graph=keep,
         materialize_grads=True,  # an input that no used output depends on has gradient 0
     )
     return dict(zip(wanted, gradients, strict=True))
@@ -302,6 +307,6 @@ def assert_all_same_bits(actual: Arrays, expected: Arrays) -> None:
         assert_same_bits(name, array, expected[name])
 
 
-def only_row_wise(problem: Problem, gradients: Mapping[str, Any]) -> dict[str, Any]:
+def only_with_rows(problem: Problem, gradients: Mapping[str, Any]) -> dict[str, Any]:
     """The gradients that have rows: those whose bits may not depend on how the call was made."""
-    return {name: gradient for name, gradient in gradients.items() if problem.row_wise(name)}
+    return {name: gradient for name, gradient in gradients.items() if name in problem.with_rows}

@@ -3,7 +3,9 @@
 // Knows XLA's FFI headers and no op. What a handler takes is read off its launcher's signature: buffers for the inputs
 // and outputs in order, and one attribute, `scalars`, an array of doubles with the scalars in order. An absent tensor
 // is a buffer of shape [0]: no tensor that is there can look like that and have work to do. Scratch memory is one more
-// result, of as many bytes as fuselm_<launcher>_workspace says. (XLA's own scratch allocator refused to serve.)
+// result, of as many bytes as fuselm_<launcher>_workspace says. (XLA's own scratch allocator refused to serve.) What a
+// launcher writes over is an argument and, before its outputs, a result that XLA has been told to keep in the same
+// place.
 #include <array>
 #include <string>
 #include <tuple>
@@ -28,6 +30,10 @@ DType dtype_of(ffi::DataType type) {
       return DType::kFloat16;
     case ffi::DataType::BF16:
       return DType::kBFloat16;
+    case ffi::DataType::S32:
+      return DType::kInt32;
+    case ffi::DataType::S64:
+      return DType::kInt64;
     default:
       return DType::kUnsupported;
   }
@@ -66,6 +72,11 @@ struct Call {
       auto buffer = arguments.get<ffi::AnyBuffer>(next_input++);
       complete &= buffer.has_value();
       return buffer.has_value() ? view_of<Parameter>(*buffer) : Parameter{};
+    } else if constexpr (std::is_same_v<Parameter, fuselm::InOut>) {
+      auto buffer = arguments.get<ffi::AnyBuffer>(next_input++);
+      auto same = results.get<ffi::AnyBuffer>(next_output++);
+      complete &= buffer.has_value() && same.has_value();
+      return complete ? written_over(*buffer, **same) : Parameter{};
     } else if constexpr (std::is_same_v<Parameter, fuselm::Stream>) {
       return {stream_handle, -1};
     } else if constexpr (std::is_same_v<Parameter, fuselm::Workspace>) {
@@ -78,6 +89,16 @@ struct Call {
       complete &= buffer.has_value();
       return buffer.has_value() ? view_of<Parameter>(**buffer) : Parameter{};
     }
+  }
+
+  // XLA keeps the two in one place where it can; inside a loop it may not.
+  fuselm::InOut written_over(ffi::AnyBuffer from, ffi::AnyBuffer to) {
+    if (from.untyped_data() != to.untyped_data()) {
+      const auto bytes = static_cast<int64_t>(from.size_bytes());
+      const Status copied = fuselm::copy_bytes(to.untyped_data(), from.untyped_data(), bytes, {stream_handle, -1});
+      complete &= to.size_bytes() == from.size_bytes() && copied == Status::kOk;
+    }
+    return view_of<fuselm::InOut>(to);
   }
 
   fuselm::Workspace workspace() {
@@ -130,3 +151,12 @@ int64_t workspace_of(int64_t (*bytes)(const TensorView&, fuselm::Stream), int32_
 
 FUSELM_OP(rms_norm_forward, nullptr)
 FUSELM_OP(rms_norm_backward, fuselm::rms_norm_backward_workspace)
+FUSELM_OP(layer_norm_forward, nullptr)
+FUSELM_OP(layer_norm_backward, fuselm::layer_norm_backward_workspace)
+FUSELM_OP(softmax_forward, nullptr)
+FUSELM_OP(softmax_backward, nullptr)
+FUSELM_OP(cross_entropy_forward, nullptr)
+FUSELM_OP(cross_entropy_inplace, nullptr)
+FUSELM_OP(cross_entropy_backward, nullptr)
+FUSELM_OP(cross_entropy_correct, nullptr)
+FUSELM_OP(linear_cross_entropy_scale, nullptr)

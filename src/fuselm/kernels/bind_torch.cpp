@@ -58,6 +58,10 @@ DType dtype_of(int32_t scalar_type) {
       return DType::kFloat16;
     case ScalarType::BFloat16:
       return DType::kBFloat16;
+    case ScalarType::Int:
+      return DType::kInt32;
+    case ScalarType::Long:
+      return DType::kInt64;
     default:
       return DType::kUnsupported;
   }
@@ -78,8 +82,8 @@ class Call {
 
   template <typename Parameter>
   Parameter make() {
-    if constexpr (std::is_same_v<Parameter, fuselm::Input>) {
-      return input<fuselm::Input>(Handle(torch::stable::detail::to<AtenTensorHandle>(stack_[next_++])));
+    if constexpr (std::is_same_v<Parameter, fuselm::Input> || std::is_same_v<Parameter, fuselm::InOut>) {
+      return input<Parameter>(Handle(torch::stable::detail::to<AtenTensorHandle>(stack_[next_++])));
     } else if constexpr (std::is_same_v<Parameter, fuselm::OptionalInput>) {
       return optional_input();
     } else if constexpr (std::is_same_v<Parameter, fuselm::Stream>) {
@@ -145,6 +149,8 @@ class Call {
     const TensorView& like = views_[kInput];
     return allocate(view, like.present(), like.rank > 0 ? like.rank - 1 : 0, like.sizes, DType::kFloat32);
   }
+
+  fuselm::Scalar output(fuselm::Scalar view) { return allocate(view, true, 0, nullptr, DType::kFloat32); }
 
   template <typename Parameter>
   Parameter allocate(Parameter view, bool present, int rank, const int64_t* sizes, DType dtype) {
@@ -221,4 +227,13 @@ void boxed(StableIValue* stack, uint64_t num_arguments, uint64_t) {
 STABLE_TORCH_LIBRARY_IMPL(fuselm, CUDA, m) {
   FUSELM_OP(rms_norm_forward, nullptr);
   FUSELM_OP(rms_norm_backward, fuselm::rms_norm_backward_workspace);
+  FUSELM_OP(layer_norm_forward, nullptr);
+  FUSELM_OP(layer_norm_backward, fuselm::layer_norm_backward_workspace);
+  FUSELM_OP(softmax_forward, nullptr);
+  FUSELM_OP(softmax_backward, nullptr);
+  FUSELM_OP(cross_entropy_forward, nullptr);
+  FUSELM_OP(cross_entropy_inplace, nullptr);
+  FUSELM_OP(cross_entropy_backward, nullptr);
+  FUSELM_OP(cross_entropy_correct, nullptr);
+  FUSELM_OP(linear_cross_entropy_scale, nullptr);
 }

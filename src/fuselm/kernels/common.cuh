@@ -30,6 +30,7 @@ constexpr DType kDType<fp16> = DType::kFloat16;
 template <>
 constexpr DType kDType<bf16> = DType::kBFloat16;
 
+// Of the floating-point dtypes.
 __host__ __device__ inline int element_bytes(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
 
 inline bool is_float(DType dtype) {
@@ -103,6 +104,20 @@ __device__ inline uint4 packed(const float (&in)[kVec<T>]) {
     return make_uint4(packed_pair(in[0], in[1], T{}), packed_pair(in[2], in[3], T{}), packed_pair(in[4], in[5], T{}),
                       packed_pair(in[6], in[7], T{}));
   }
+}
+
+// The larger of each of two pairs, or the smaller.
+template <bool kSmallest>
+__device__ inline uint32_t pair_extreme(uint32_t a, uint32_t b, bf16) {
+  const auto x = *reinterpret_cast<const __nv_bfloat162*>(&a), y = *reinterpret_cast<const __nv_bfloat162*>(&b);
+  const __nv_bfloat162 z = kSmallest ? __hmin2(x, y) : __hmax2(x, y);
+  return *reinterpret_cast<const uint32_t*>(&z);
+}
+template <bool kSmallest>
+__device__ inline uint32_t pair_extreme(uint32_t a, uint32_t b, fp16) {
+  const auto x = *reinterpret_cast<const __half2*>(&a), y = *reinterpret_cast<const __half2*>(&b);
+  const __half2 z = kSmallest ? __hmin2(x, y) : __hmax2(x, y);
+  return *reinterpret_cast<const uint32_t*>(&z);
 }
 
 // ---- memory --------------------------------------------------------------------------------------------------------
@@ -255,6 +270,26 @@ __device__ inline void cluster_barrier() {
 #endif
 }
 
+// The same in two steps, with work in between, for barriers that init_barrier has fenced: what has been asked of memory
+// before is not waited for.
+__device__ inline void cluster_arrive() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+#endif
+}
+__device__ inline void cluster_wait() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+#endif
+}
+
+// 2^x, to 2 ulp; 0 for -inf. What is smaller than a normal number is 0.
+__device__ inline float power_of_two(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 // Puts a number where `slot` is in the shared memory of block `rank` of the cluster, and counts its 4 bytes on the
 // barrier that is there where `barrier` is here.
 __device__ inline void send(float value, const float* slot, const uint64_t* barrier, uint32_t rank) {
@@ -296,6 +331,13 @@ __device__ inline float lane_sum(float v) {
   return v;
 }
 
+template <int kLanes>
+__device__ inline float lane_max(float v) {
+#pragma unroll
+  for (int step = kLanes / 2; step > 0; step /= 2) v = fmaxf(v, __shfl_xor_sync(0xffffffffu, v, step));
+  return v;
+}
+
 // The sum over the kLanes threads that own a row, given to each of them. Rows of several warps meet in `scratch`
 // (kLanes / 32 floats of this row's own); every thread of the block must come here together. A caller that loops
 // alternates between two scratch areas: then one barrier per row is enough. (Barriers of their own for the rows of a
@@ -311,6 +353,28 @@ __device__ inline float row_sum(float v, float* scratch) {
     if (lane % kWarp == 0) scratch[lane / kWarp] = v;
     __syncthreads();
     return lane_sum<kWarps>(scratch[lane % kWarps]);
+  }
+}
+
+// The same of several numbers with one barrier; `scratch` has room for each.
+template <int kLanes, int kCount>
+__device__ inline void row_sums(float (&v)[kCount], float* scratch) {
+  if constexpr (kCount == 1) {
+    v[0] = row_sum<kLanes>(v[0], scratch);
+  } else if constexpr (kLanes <= kWarp) {
+#pragma unroll
+    for (float& one : v) one = lane_sum<kLanes>(one);
+  } else {
+    constexpr int kWarps = kLanes / kWarp;
+    const int lane = threadIdx.x % kLanes;
+#pragma unroll
+    for (int k = 0; k < kCount; ++k) {
+      v[k] = lane_sum<kWarp>(v[k]);
+      if (lane % kWarp == 0) scratch[k * kWarps + lane / kWarp] = v[k];
+    }
+    __syncthreads();
+#pragma unroll
+    for (int k = 0; k < kCount; ++k) v[k] = lane_sum<kWarps>(scratch[k * kWarps + lane % kWarps]);
   }
 }
 
@@ -398,9 +462,9 @@ bool allow_shared(Kernel kernel, int device, int64_t bytes, std::atomic<bool> (&
   return true;
 }
 
-// How a kernel is launched, with one attribute at most.
+// How a kernel is launched.
 struct Launch {
-  cudaLaunchAttribute attribute = {};
+  cudaLaunchAttribute attributes[2] = {};
   cudaLaunchConfig_t config = {};
 
   Launch(dim3 grid, int threads, int64_t shared, cudaStream_t stream) {
@@ -408,21 +472,21 @@ struct Launch {
     config.blockDim = dim3(static_cast<unsigned>(threads));
     config.dynamicSmemBytes = static_cast<size_t>(shared);
     config.stream = stream;
-    config.attrs = &attribute;
+    config.attrs = attributes;
   }
-  Launch(const Launch&) = delete;  // config points to attribute
+  Launch(const Launch&) = delete;  // config points to attributes
 
   // From sm_90 on the kernel may start while the one before it ends: it must call wait_for_previous_kernel() before it
   // touches memory.
   void programmatic() {
+    cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
     attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attribute.val.programmaticStreamSerializationAllowed = 1;
-    config.numAttrs = 1;
   }
   void clusters(int blocks) {
+    cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
     attribute.id = cudaLaunchAttributeClusterDimension;
     attribute.val.clusterDim = {static_cast<unsigned>(blocks), 1, 1};
-    config.numAttrs = 1;
   }
 
   template <typename... Parameters, typename... Arguments>

@@ -424,6 +424,15 @@ struct Span {
   __device__ int column(int i) const { return first + i * step; }
   __device__ bool has(int i) const { return column(i) < end; }
   __device__ Span until(int sooner) const { return {first, step, sooner < end ? sooner : end}; }
+
+  // How many of its first N columns there are.
+  template <int N>
+  __device__ int count() const {
+    int there = 0;
+#pragma unroll
+    for (int i = 0; i < N; ++i) there += has(i);
+    return there;
+  }
 };
 
 // What lane `lane` of a row of odd width, strides or alignment takes of the N * kLanes columns from `base` on. Where
@@ -453,15 +462,16 @@ __device__ inline void load_elements(const char* row, DType dtype, int64_t colum
   }
 }
 
-// Into a contiguous row.
 template <int N>
-__device__ inline void store_elements(char* row, DType dtype, const Span& span, const float (&in)[N]) {
+__device__ inline void store_spread(char* row, DType dtype, int64_t column_stride, const Span& span,
+                                    const float (&in)[N]) {
   auto store = [&](auto zero) {
     using T = decltype(zero);
-    T* at = reinterpret_cast<T*>(row) + span.first;
+    T* at = reinterpret_cast<T*>(row) + span.first * column_stride;
+    const int64_t step = span.step * column_stride;
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-      if (span.has(i)) at[i * span.step] = from_float<T>(in[i]);
+      if (span.has(i)) at[i * step] = from_float<T>(in[i]);
     }
   };
   if (dtype == DType::kFloat32) {
@@ -471,6 +481,12 @@ __device__ inline void store_elements(char* row, DType dtype, const Span& span, 
   } else {
     store(fp16{});
   }
+}
+
+// Into a contiguous row.
+template <int N>
+__device__ inline void store_elements(char* row, DType dtype, const Span& span, const float (&in)[N]) {
+  store_spread(row, dtype, 1, span, in);
 }
 
 // offset + weight of the span's columns; 1 where there is no weight.
@@ -566,25 +582,30 @@ __device__ inline void store_columns(T* row, int first, int end, const float (&i
   }
 }
 
+// The same of a row whose dtype is known only at run time.
+template <int kStep, int N>
+__device__ inline void load_row_columns(const char* row, DType dtype, int first, int end, float (&out)[N]) {
+  if (dtype == DType::kFloat32) {
+    load_columns<kStep>(reinterpret_cast<const float*>(row), first, end, out);
+  } else if (dtype == DType::kBFloat16) {
+    load_columns<kStep>(reinterpret_cast<const bf16*>(row), first, end, out);
+  } else {
+    load_columns<kStep>(reinterpret_cast<const fp16*>(row), first, end, out);
+  }
+}
+
 // offset + weight of those columns; 1 where there is no weight.
 template <int kStep, int N>
 __device__ inline void load_weight_columns(const char* weight, DType dtype, float offset, int first, int end,
                                            float (&out)[N]) {
-  auto load = [&](auto zero) {
-    load_columns<kStep>(reinterpret_cast<const decltype(zero)*>(weight), first, end, out);
-#pragma unroll
-    for (float& one : out) one += offset;
-  };
-  if (dtype == DType::kFloat32) {
-    load(float{});
-  } else if (dtype == DType::kBFloat16) {
-    load(bf16{});
-  } else if (dtype == DType::kFloat16) {
-    load(fp16{});
-  } else {
+  if (dtype == DType::kAbsent) {
 #pragma unroll
     for (float& one : out) one = 1.0f;
+    return;
   }
+  load_row_columns<kStep>(weight, dtype, first, end, out);
+#pragma unroll
+  for (float& one : out) one += offset;
 }
 
 // ---- sums over columns ----
@@ -592,11 +613,21 @@ __device__ inline void load_weight_columns(const char* weight, DType dtype, floa
 constexpr int kSumThreads = 512;
 
 // Adds the partial rows. A block takes 4 * kQuads columns: kQuads lanes of a warp a quad each, its other lanes other
-// rows, and so do its other warps; then the lanes meet by shuffles, the warps in shared memory.
+// rows, and so do its other warps; then the lanes meet by shuffles, the warps in shared memory. blockIdx.y says which
+// of the sums it is.
+struct ColumnSums {
+  const float* partial[2];
+  char* out[2];
+  DType dtype[2];
+};
+
 template <int kQuads>
-__global__ void __launch_bounds__(kSumThreads)
-    column_sums_kernel(const float* partial, int64_t partial_rows, int64_t stride, int64_t width, char* out,
-                       DType dtype) {
+__global__ void __launch_bounds__(kSumThreads) column_sums_kernel(const __grid_constant__ ColumnSums sums_of,
+                                                                  int64_t partial_rows, int64_t stride, int64_t width) {
+  const bool second = blockIdx.y > 0;
+  const float* partial = second ? sums_of.partial[1] : sums_of.partial[0];
+  char* out = second ? sums_of.out[1] : sums_of.out[0];
+  const DType dtype = second ? sums_of.dtype[1] : sums_of.dtype[0];
   constexpr int kWarps = kSumThreads / kWarp;
   constexpr int kColumns = 4 * kQuads;
   constexpr int kRows = kWarp / kQuads;  // of a warp
@@ -621,22 +652,32 @@ __global__ void __launch_bounds__(kSumThreads)
   __syncthreads();
   const int64_t mine = static_cast<int64_t>(blockIdx.x) * kColumns + threadIdx.x;
   if (threadIdx.x >= kColumns || mine >= width) return;
-  const float* shares = reinterpret_cast<const float*>(sums);
-  float total = 0.0f;
+  float shares[kWarps];
 #pragma unroll
-  for (int w = 0; w < kWarps; ++w) total += shares[w * kColumns + threadIdx.x];
-  set_element(out, dtype, mine, total);
+  for (int w = 0; w < kWarps; ++w) shares[w] = reinterpret_cast<const float*>(sums)[w * kColumns + threadIdx.x];
+#pragma unroll
+  for (int step = kWarps / 2; step > 0; step /= 2) {  // in pairs: fewer roundings one after another
+#pragma unroll
+    for (int w = 0; w < step; ++w) shares[w] += shares[w + step];
+  }
+  set_element(out, dtype, mine, shares[0]);
 }
 
-// Adds up `partial_rows` rows of `stride` floats, a multiple of 4, into `out`. Narrow rows are shared by more blocks,
-// so that few columns do not leave the card idle. Launched programmatically, so that starting it passes while the
-// kernel that wrote the partial rows ends.
-inline Status column_sums(const float* partial, int64_t partial_rows, int64_t stride, int64_t width,
-                          const TensorView& out, bool programmatic, cudaStream_t stream) {
+// Adds up `partial_rows` rows of `stride` floats, a multiple of 4, for each of the outputs that is there. Narrow rows
+// are shared by more blocks, so that few columns do not leave the card idle. Launched programmatically, so that
+// starting it passes while the kernel that wrote the partial rows ends.
+inline Status column_sums(const float* const (&partial)[2], int64_t partial_rows, int64_t stride, int64_t width,
+                          const TensorView (&out)[2], bool programmatic, cudaStream_t stream) {
+  ColumnSums sums = {};
+  unsigned count = 0;
+  for (int i = 0; i < 2; ++i) {
+    if (!out[i].present()) continue;
+    sums.partial[count] = partial[i], sums.out[count] = static_cast<char*>(out[i].data);
+    sums.dtype[count++] = out[i].dtype;
+  }
   auto with_quads = [&](auto kernel, int quads) {
-    const dim3 grid(static_cast<unsigned>(divide_up(width, 4 * quads)));
-    return launch(kernel, grid, kSumThreads, 0, programmatic, stream, partial, partial_rows, stride, width,
-                  static_cast<char*>(out.data), out.dtype);
+    const dim3 grid(static_cast<unsigned>(divide_up(width, 4 * quads)), count);
+    return launch(kernel, grid, kSumThreads, 0, programmatic, stream, sums, partial_rows, stride, width);
   };
   return width <= 2048 ? with_quads(column_sums_kernel<4>, 4) : with_quads(column_sums_kernel<8>, 8);
 }

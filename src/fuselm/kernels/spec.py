@@ -13,7 +13,7 @@ from __future__ import annotations
 import importlib
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,7 @@ class InputSpec:
     differentiable: bool = True
     mean: float = 0.0
     scale: float = 1.0
+    integers: tuple[int, int] | None = None  # whole numbers drawn evenly from [low, high), as targets are
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,8 @@ class Case:
     tensors: Mapping[str, str] = field(default_factory=dict)
     layout: str = "contiguous"  # or strided, offset, transposed, columns: see tests/kernels/arrays.py
     huge: bool = False  # more than 2^31 elements: a GPU, and only rows around the boundary are checked
+    row_wise: bool = True  # False where a row's result depends on other rows: a mean over them, a causal mask
+    draw: str = ""  # a word of the op's own for how `inputs` draws this case's numbers
 
     @property
     def size(self) -> int:
@@ -93,7 +96,8 @@ class Tolerance:
 
     rms: float = 1.05
     max: float = 1.5
-    ulps: float = 1.0
+    ulps: float = 1.0  # of the largest number, allowed to the max error on top
+    rms_ulps: float = 0.0  # and to the rms error
 
 
 Arrays = dict[str, Any]
@@ -108,14 +112,41 @@ class OpSpec:
     outputs: Callable[[Case], tuple[str, ...]]
     oracle: Callable[[Any, Arrays, Mapping[str, Any]], Arrays]
     oracle_backward: Callable[[Any, Arrays, Arrays, Mapping[str, Any]], Arrays]
-    cost: Callable[[Case, str], Cost]  # the pass: "forward" or "backward"
+    cost: Callable[[Case, str], Cost]  # the pass: one of `passes`
     cases: tuple[Case, ...]
     bench_cases: tuple[Case, ...]
     decode_cases: tuple[Case, ...] = ()  # small shapes, for latency percentiles
     bad_calls: tuple[BadCall, ...] = ()
     tolerance: Tolerance = Tolerance()
     # True when each row's result depends on that row alone: then it must not depend, to the bit, on the other rows.
+    # A case may be the exception.
     row_wise: bool = True
+    # True when kernels do all of the work: then PyTorch and JAX, eager and compiled, agree to the bit. Matrix products
+    # are each framework's own.
+    same_bits: bool = True
+    # What is timed: "both" is forward and backward as one training step has them, the incoming gradient being 1.
+    passes: tuple[str, ...] = ("forward", "backward")
+
+    def is_row_wise(self, case: Case) -> bool:
+        """Whether each row of this case's result depends on that row alone."""
+        return self.row_wise and case.row_wise
+
+    def row_inputs(self, case: Case) -> frozenset[str]:
+        """The inputs that have something for each row of the case: numbers, or one number, as targets are."""
+        specs = self.inputs(case)
+        if len(case.shape) < 2:
+            return frozenset(name for name, spec in specs.items() if spec.shape == case.shape)
+        # Where there are as many rows as columns a weight looks like a target: only one of them grows with the rows.
+        taller = self.inputs(replace(case, shape=(case.shape[0] + 1, *case.shape[1:])))
+        return frozenset(
+            name for name, spec in specs.items() if has_rows(case, spec.shape) and spec.shape != taller[name].shape
+        )
+
+
+def has_rows(case: Case, shape: tuple[int, ...]) -> bool:
+    """Whether an output of that shape has something for each row of a case; a sum over rows, say, has not."""
+    rows = case.shape[:-1]
+    return shape == case.shape or (bool(rows) and shape[: len(rows)] == rows and len(shape) <= len(case.shape))
 
 
 def op_names(folder: Path = HERE) -> list[str]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -95,8 +95,13 @@ def call(
     tensors: Sequence[Any],
     results: Sequence[jax.ShapeDtypeStruct],
     scalars: Sequence[float],
+    aliases: Mapping[int, int] | None = None,
 ) -> tuple[Any, ...]:
-    """Run launcher `name` on CUDA and `plain(*tensors)` elsewhere; None goes in and comes out as an absent buffer."""
+    """Run launcher `name` on CUDA and `plain(*tensors)` elsewhere; None goes in and comes out as an absent buffer.
+
+    `aliases` are the tensors that a launcher writes over, {index in tensors: index in results}: such a result comes
+    before all others, in the memory of its tensor, or in a copy where XLA still needs the tensor.
+    """
     given = tuple(absent() if t is None else t for t in tensors)
     if not _registered(name):
         return plain(*given)
@@ -105,7 +110,9 @@ def call(
 
     def fused(*arrays: Any) -> tuple[Any, ...]:
         wanted = [*results, jax.ShapeDtypeStruct((scratch,), jnp.uint8)] if scratch else [*results]
-        target = jax.ffi.ffi_call(f"fuselm_{name}", wanted, vmap_method="sequential")
+        target = jax.ffi.ffi_call(
+            f"fuselm_{name}", wanted, vmap_method="sequential", input_output_aliases=dict(aliases or {})
+        )
         made = target(*arrays, scalars=np.asarray(scalars, np.float64))
         return tuple(made[: len(results)])
 

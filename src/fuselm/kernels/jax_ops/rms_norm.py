@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 from fuselm.kernels import rms_norm as contract
 from fuselm.kernels.jax_ops import ABSENT, absent, call, info, is_absent, is_array, once_differentiable
+from fuselm.kernels.jax_ops.folding import in_front, one_by_one
 from fuselm.kernels.spec import refuse
 
 Scalars = tuple[float, float, bool]  # eps, offset, round_first
@@ -98,9 +99,8 @@ def _forward(scalars: Scalars) -> Any:
     @forward.def_vmap
     def fold(size: int, batched: list[bool], x: Any, weight: Any, residual: Any) -> tuple[Any, Any]:
         if batched[1]:
-            out = jax.lax.map(lambda args: forward(*args), _all_batched(size, batched, x, weight, residual))
-            return out, (True,) * 3
-        x, residual = _batched(size, batched[0], x), _batched(size, batched[2], residual)
+            return one_by_one(forward, size, batched, (x, weight, residual)), (True,) * 3
+        x, residual = in_front(size, batched[0], x), in_front(size, batched[2], residual)
         y, residual_out, rstd = forward(x, weight, residual)
         return (y, residual_out, rstd), (True, not is_absent(residual_out), True)
 
@@ -126,22 +126,11 @@ def _backward(scalars: Scalars) -> Any:
     def fold(size: int, batched: list[bool], *tensors: Any) -> tuple[Any, Any]:
         if not is_absent(tensors[3]):
             # Each member of the batch has its own sum over rows for dweight: they are run one after another.
-            out = jax.lax.map(lambda args: backward(*args), _all_batched(size, batched, *tensors))
-            return out, (True,) * 3
-        dx, dresidual, dweight = backward(*(_batched(size, b, t) for b, t in zip(batched, tensors, strict=True)))
+            return one_by_one(backward, size, batched, tensors), (True,) * 3
+        dx, dresidual, dweight = backward(*(in_front(size, b, t) for b, t in zip(batched, tensors, strict=True)))
         return (dx, dresidual, dweight), (True, not is_absent(dresidual), False)
 
     return once_differentiable("rms_norm", backward)
-
-
-def _batched(size: int, is_batched: bool, array: Any) -> Any:
-    if is_batched or is_absent(array):
-        return array
-    return jnp.broadcast_to(array, (size, *array.shape))
-
-
-def _all_batched(size: int, batched: list[bool], *arrays: Any) -> tuple[Any, ...]:
-    return tuple(a if b else jnp.broadcast_to(a, (size, *a.shape)) for b, a in zip(batched, arrays, strict=True))
 
 
 def _plain_forward(scalars: Scalars, x: Any, weight: Any, residual: Any) -> tuple[Any, ...]:

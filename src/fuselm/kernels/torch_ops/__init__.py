@@ -28,11 +28,14 @@ _LOAD_LOCK = threading.Lock()
 _cuda_state = ""
 
 
-def register(schema: str, plain: Callable[..., Any], fake: Callable[..., Any]) -> Any:
-    """Define torch op fuselm::<name of the schema> and return the callable that dispatches it."""
+def register(schema: str, plain: Callable[..., Any], fake: Callable[..., Any], *, made_of_ops: bool = False) -> Any:
+    """Define torch op fuselm::<name of the schema> and return the callable that dispatches it.
+
+    One that is `made_of_ops` has no kernel of its own: its plain implementation, which calls other ops, is CUDA's too.
+    """
     name = schema.split("(")[0]
     _LIBRARY.define(schema)
-    for key in ("CPU", "MPS", "XPU"):
+    for key in ("CPU", "MPS", "XPU", "CUDA") if made_of_ops else ("CPU", "MPS", "XPU"):
         _LIBRARY.impl(name, plain, key)
     # Raw ops are not differentiated (autograd.Function does that above them): passing this key by saves its fallback.
     _LIBRARY.impl(name, torch.library.fallthrough_kernel, "Autograd")
@@ -44,9 +47,10 @@ def register(schema: str, plain: Callable[..., Any], fake: Callable[..., Any]) -
         return fake(*args)
 
     torch.library.register_fake(f"fuselm::{name}", fake_after_loading, lib=_LIBRARY)
-    _PLAIN[name] = plain
-    if _cuda_state == "plain":  # an op that is imported after the others fell back
-        _LIBRARY.impl(name, plain, "CUDA")
+    if not made_of_ops:
+        _PLAIN[name] = plain
+        if _cuda_state == "plain":  # an op that is imported after the others fell back
+            _LIBRARY.impl(name, plain, "CUDA")
     return getattr(torch.ops.fuselm, name).default
 
 

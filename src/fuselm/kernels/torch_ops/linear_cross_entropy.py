@@ -1,0 +1,490 @@
+"""The loss of a head for PyTorch: logits a block of rows at a time, their gradients made where they lie.
+
+The contract is kernels/linear_cross_entropy.py. A block's logits come from torch's matmul (cuBLAS) into one workspace,
+the raw ops of cross_entropy.py turn them into losses and gradients, and more matmuls carry these on to hidden, weight
+and bias: for "mean" and "sum" in the forward pass already, for an incoming gradient of 1, which backward then applies.
+It is made of other ops, so that the same code runs on every device; linear_cross_entropy.cu has that last factor only.
+
+    loss = linear_cross_entropy(hidden, head_weight, targets)      # [..., D], [V, D], [...] -> ()
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fuselm.kernels import linear_cross_entropy as contract
+from fuselm.kernels.spec import refuse
+from fuselm.kernels.torch_ops import cross_entropy as rows_loss
+from fuselm.kernels.torch_ops import info, is_transformed, load_cuda, refuse_second_gradient, register
+
+# Masks of wanted outputs, for (loss, losses, lse, dhidden, dweight, dbias) and (dhidden, dweight, dbias).
+_LOSS, _LOSSES, _LSE, _GRADIENTS = 1, 2, 4, 8
+_DHIDDEN, _DWEIGHT, _DBIAS = 1, 2, 4
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    bias: Tensor | None = None,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    reduction: str = "mean",
+    max_bytes: int | None = None,
+) -> Tensor:
+    """The loss of hidden [..., D] through a head [V, D]: cross_entropy(hidden @ weight.T + bias, targets), in fp32.
+
+    `max_bytes` bounds what logits are held at a time, in hidden's dtype (None: 256 MiB): rows are worked off in blocks.
+    Weight and bias are rounded to hidden's dtype, whatever autocast says; their gradients come in their own. Options,
+    and targets that do not count, are as in cross_entropy. Inside torch.func transforms and forward-mode
+    differentiation the plain formula runs, all logits at once.
+    """
+    options = (ignore_index, label_smoothing, z_loss, softcap, reduction, max_bytes)
+    contract.check_options(*options)
+    compiling = torch.compiler.is_compiling()
+    if not compiling:
+        _check(hidden, weight, targets, bias, options)
+        if is_transformed():
+            named: dict[str, Any] = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
+            named |= {"z_loss": z_loss, "softcap": softcap, "reduction": reduction}
+            return linear_cross_entropy_reference(hidden, weight, targets, bias, **named)
+        if torch.is_anomaly_enabled():
+            rows_loss._refuse_strays(weight.t(), targets, ignore_index)  # as long as logits, [D, V]
+    scalars = (ignore_index, float(label_smoothing), float(z_loss), float(softcap or 0.0))
+    limit = contract.DEFAULT_MAX_BYTES if max_bytes is None else max_bytes
+    wanted = 0
+    if torch.is_grad_enabled():
+        wanted = (_DHIDDEN if hidden.requires_grad else 0) | (_DWEIGHT if weight.requires_grad else 0)
+        wanted |= _DBIAS if bias is not None and bias.requires_grad else 0
+    if reduction == "none":
+        if wanted:
+            return _Losses.apply(hidden, weight, targets, bias, wanted, limit, *scalars)
+        return _forward(hidden, weight, targets, bias, *scalars, False, limit, _LOSSES)[1]
+    if not wanted:
+        return _forward(hidden, weight, targets, bias, *scalars, reduction == "mean", limit, _LOSS)[0]
+    function = _LossTraced if compiling else _Loss
+    return function.apply(hidden, weight, targets, bias, wanted, limit, *scalars, reduction == "mean")
+
+
+def linear_cross_entropy_reference(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    bias: Tensor | None = None,
+    *,
+    max_bytes: int | None = None,
+    **options: Any,
+) -> Tensor:
+    """The same in plain torch, all logits at once, as it is mostly written: the yardstick for errors and speed."""
+    dtype = hidden.dtype
+    if hidden.device.type == "cpu" and dtype.itemsize == 2:
+        # Not every CPU multiplies 16 bits. The sums are fp32 this way, rounded once, as they are on a GPU.
+        head = weight.to(dtype).float(), None if bias is None else bias.to(dtype).float()
+        logits = F.linear(hidden.float(), *head).to(dtype)  # [..., V]
+    else:
+        logits = F.linear(hidden, weight.to(dtype), None if bias is None else bias.to(dtype))
+    return rows_loss.cross_entropy_reference(logits, targets, **options)
+
+
+def _check(hidden: Any, weight: Any, targets: Any, bias: Any, options: tuple[Any, ...]) -> None:
+    given = {"hidden": hidden, "weight": weight, "targets": targets, "bias": bias}
+    for name, tensor in given.items():
+        if not isinstance(tensor, Tensor) and (name != "bias" or tensor is not None):
+            kind = type(tensor).__name__
+            rule = f"linear_cross_entropy: {name} must be a torch.Tensor"
+            raise refuse(rule, f"a {kind}", f"Pass torch.as_tensor({name}).")
+    hidden_info, weight_info, targets_info = info(hidden), info(weight), info(targets)
+    assert hidden_info is not None
+    assert weight_info is not None
+    assert targets_info is not None
+    contract.check(hidden_info, weight_info, targets_info, info(bias), *options)
+
+
+# ---- autograd ------------------------------------------------------------------------------------------------------
+
+
+class _Loss(torch.autograd.Function):
+    """A mean or a sum: forward makes the gradients, the first backward scales them where they lie and gives them away.
+
+    A second backward over a kept graph makes them again, with the same bits.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, wanted: int, *options: Any
+    ) -> Tensor:
+        ctx.wanted, ctx.options = wanted, options
+        ctx.save_for_backward(hidden, weight, targets, bias)
+        loss, *ctx.gradients = _loss_and_gradients(hidden, weight, targets, bias, wanted, options)
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, dloss: Tensor) -> Any:
+        hidden, weight, targets, bias = ctx.saved_tensors
+        gradients, ctx.gradients = ctx.gradients, None
+        with torch.no_grad():
+            if gradients is None:
+                gradients = _loss_and_gradients(hidden, weight, targets, bias, ctx.wanted, ctx.options)[1:]
+            factor = _factor(dloss, hidden, weight, targets, ctx.options)
+            if rows_loss._is_batch(dloss):  # one memory cannot hold what it makes
+                gradients = _scaled(gradients, factor)
+            else:
+                for gradient in filter(torch.is_tensor, gradients):
+                    _scale(gradient, factor, 0)
+            gradients = _in_own_dtypes(gradients, weight, bias)
+        if torch.is_grad_enabled():
+            gradients = refuse_second_gradient("linear_cross_entropy", gradients, [dloss, hidden, weight, bias])
+        return _per_argument(gradients, ctx.options)
+
+
+class _LossTraced(torch.autograd.Function):
+    """The same for torch.compile, which wants functions without side effects."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, wanted: int, *options: Any
+    ) -> Tensor:
+        ctx.options = options
+        loss, *gradients = _loss_and_gradients(hidden, weight, targets, bias, wanted, options)
+        ctx.save_for_backward(hidden, weight, targets, bias, *gradients)
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, dloss: Tensor) -> Any:
+        hidden, weight, targets, bias, *gradients = ctx.saved_tensors
+        factor = _factor(dloss, hidden, weight, targets, ctx.options)
+        return _per_argument(_in_own_dtypes(_scaled(gradients, factor), weight, bias), ctx.options)
+
+
+class _Losses(torch.autograd.Function):
+    """One loss a row: what comes in for each must be known before gradients are added up, so backward makes them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, wanted: int, *options: Any
+    ) -> Tensor:
+        max_bytes, *scalars = options
+        made = _forward(hidden, weight, targets, bias, *scalars, False, max_bytes, _LOSSES | _LSE)
+        ctx.wanted, ctx.options = wanted, options
+        ctx.save_for_backward(hidden, weight, targets, bias, made[2])
+        losses: Tensor = made[1]
+        return losses
+
+    @staticmethod
+    def backward(ctx: Any, dloss: Tensor) -> Any:
+        hidden, weight, targets, bias, lse = ctx.saved_tensors
+        max_bytes, *scalars = ctx.options
+        with torch.no_grad():
+            made = _backward(hidden, weight, targets, bias, lse, dloss, *scalars, max_bytes, ctx.wanted)
+            gradients = _in_own_dtypes(made, weight, bias)
+        if torch.is_grad_enabled():
+            gradients = refuse_second_gradient("linear_cross_entropy", gradients, [dloss, hidden, weight, bias])
+        return _per_argument(gradients, ctx.options)
+
+
+def _loss_and_gradients(
+    hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, wanted: int, options: tuple[Any, ...]
+) -> list[Any]:
+    """Loss, dhidden, dweight and dbias."""
+    max_bytes, *scalars = options  # the last of them is `mean`
+    made = _forward(hidden, weight, targets, bias, *scalars, max_bytes, _LOSS | _GRADIENTS * wanted)
+    return [made[0], *made[3:]]
+
+
+def _factor(dloss: Tensor, hidden: Tensor, weight: Tensor, targets: Tensor, options: tuple[Any, ...]) -> Tensor:
+    """What the gradients of the forward pass are still to be multiplied by."""
+    if hidden.dtype != torch.float16 or not options[-1]:
+        return dloss
+    count = _count(targets, options[1], weight.shape[0])
+    return dloss * (_mantissa(count) / count)  # 2^-k, exactly
+
+
+def _scaled(gradients: list[Tensor | None], factor: Tensor) -> list[Tensor | None]:
+    return [None if g is None else (g.float() * factor).to(g.dtype) for g in gradients]
+
+
+def _in_own_dtypes(gradients: Any, weight: Tensor, bias: Tensor | None) -> list[Tensor | None]:
+    """The raw ops leave sums over rows in fp32 where those would not fit their dtype."""
+    dhidden, dweight, dbias = gradients
+    return [
+        dhidden,
+        None if dweight is None else dweight.to(weight.dtype),
+        None if dbias is None or bias is None else dbias.to(bias.dtype),
+    ]
+
+
+def _per_argument(gradients: list[Tensor | None], options: tuple[Any, ...]) -> tuple[Tensor | None, ...]:
+    dhidden, dweight, dbias = gradients
+    return dhidden, dweight, None, dbias, None, *(None for _ in options)
+
+
+# ---- blocks of rows ------------------------------------------------------------------------------------------------
+
+
+class _Blocks:
+    """One call's tensors, flat and in hidden's dtype; one block's logits at a time; and the sums over blocks.
+
+    `wanted` are the gradients to be made, `held` how many arrays of a block's size are there at once.
+    """
+
+    def __init__(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        bias: Tensor | None,
+        max_bytes: int,
+        wanted: int,
+        held: int = 1,
+    ) -> None:
+        vocabulary, width = weight.shape
+        self.hidden = _aligned(hidden.reshape(-1, width))  # [M, D]
+        self.weight = _aligned(weight.to(hidden.dtype))  # [V, D]
+        self.bias = None if bias is None else bias.to(hidden.dtype)
+        self.targets = targets.reshape(-1).contiguous()  # [M]
+        rows = len(self.targets)
+        self.size = contract.block_rows(rows, vocabulary, held * hidden.element_size(), max_bytes)
+        # Rows begin at multiples of 16 bytes, as the loads of tensor cores want it, also where the vocabulary is odd.
+        self.workspace = hidden.new_empty(self.size, math.ceil(vocabulary / 8) * 8)[:, :vocabulary]
+        self.dhidden = hidden.new_empty(self.hidden.shape) if wanted & _DHIDDEN else None
+        self.dweight = self.dbias = None
+        self.dweight_dtype = _sum_dtype(hidden, weight)
+        if wanted & _DWEIGHT:
+            # Blocks are best added up in fp32, and so is one alone: cuBLAS may add up parts of a 16-bit product in 16
+            # bits. Of a large 16-bit weight that would take more memory than the logits may: there each block's sum is
+            # rounded to the gradient's own dtype, as in a step of several micro-batches.
+            dtype = torch.float32 if 4 * weight.numel() <= max_bytes else self.dweight_dtype
+            self.dweight = weight.new_empty(weight.shape, dtype=dtype) if rows else weight.new_zeros(weight.shape)
+        if wanted & _DBIAS:
+            self.dbias = weight.new_zeros(vocabulary, dtype=torch.float32)
+
+    def __iter__(self) -> Iterator[slice]:
+        for start in range(0, len(self.targets), self.size):
+            yield slice(start, min(start + self.size, len(self.targets)))
+
+    def logits(self, block: slice) -> Tensor:
+        """Those of the rows of a block, [rows, V], in memory that the next block's will take."""
+        rows = self.hidden[block]
+        out = self.workspace[: len(rows)]
+        _multiply(rows, self.weight.t(), out, self.bias)
+        return out
+
+    def add(self, block: slice, dlogits: Tensor) -> None:
+        """Carry the gradients of a block's logits on."""
+        if self.dhidden is not None:
+            _multiply(dlogits, self.weight, self.dhidden[block])
+        if self.dweight is not None:
+            _multiply(dlogits.t(), self.hidden[block], self.dweight, self.dweight if block.start else None)
+        if self.dbias is not None:
+            self.dbias += dlogits.sum(0, dtype=torch.float32)
+
+    def gradients(self, shape: torch.Size) -> Gradients:
+        """dhidden of hidden's shape, dweight and dbias."""
+        dhidden = None if self.dhidden is None else self.dhidden.view(shape)
+        dweight = None if self.dweight is None else self.dweight.to(self.dweight_dtype)
+        return dhidden, dweight, self.dbias
+
+
+def _sum_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
+    """What a gradient of the weight leaves the raw ops in: bf16 among bf16, which has fp32's range, else fp32.
+
+    An fp16 sum over many rows could overflow before backward divides it by their number.
+    """
+    return torch.bfloat16 if hidden.dtype == weight.dtype == torch.bfloat16 else torch.float32
+
+
+def _aligned(matrix: Tensor) -> Tensor:
+    """Contiguous, from a multiple of 16 bytes on: elsewhere a matmul may take another kernel and round differently."""
+    matrix = matrix.contiguous()
+    return matrix if matrix.device.type == "meta" or matrix.data_ptr() % 16 == 0 else matrix.clone()
+
+
+def _multiply(a: Tensor, b: Tensor, out: Tensor, plus: Tensor | None = None) -> None:
+    """out = a @ b + plus, summed in fp32 and rounded to out's dtype; plus may be out itself."""
+    if a.dtype == torch.float32 or a.device.type in ("cuda", "meta"):
+        more: dict[str, Any] = {} if out.dtype == a.dtype else {"out_dtype": out.dtype}
+        if plus is None:
+            torch.mm(a, b, out=out, **more)
+        else:
+            torch.addmm(plus, a, b, out=out, **more)
+        return
+    product = a.float() @ b.float()  # not every CPU multiplies 16 bits, and none returns fp32 from them
+    out.copy_(product if plus is None else product.add_(plus))
+
+
+def _count(targets: Tensor, ignore_index: int, vocabulary: int) -> Tensor:
+    """How many targets count, at least 1: an fp32 number on the device."""
+    ids = targets.long()
+    counted = (ids != ignore_index) & (ids >= 0) & (ids < vocabulary)
+    return counted.sum().clamp(min=1).float()
+
+
+def _total(losses: Tensor, count: Tensor | None) -> Tensor:
+    """Their sum, or their mean over `count`, rounded once: many fp32 losses make a sum that fp32 is coarse for."""
+    wide = torch.float32 if losses.device.type == "mps" else torch.float64  # which MPS lacks
+    total = losses.sum(dtype=wide)
+    return (total if count is None else total / count).float()
+
+
+def _mantissa(count: Tensor) -> Tensor:
+    """count / 2^k, in [1, 2)."""
+    return torch.frexp(count).mantissa * 2
+
+
+# ---- raw ops -------------------------------------------------------------------------------------------------------
+
+
+def _ready(hidden: Tensor) -> Any:
+    """What these ops are made of can run on hidden's device, and means what it says: autocast would round fp32."""
+    if hidden.is_cuda:
+        load_cuda()
+    return torch._C._DisableAutocast()
+
+
+@torch.no_grad()
+def _plain_forward(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    bias: Tensor | None,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    softcap: float,
+    mean: bool,
+    max_bytes: int,
+    outputs: int,
+) -> tuple[Tensor | None, ...]:
+    scalars = (ignore_index, label_smoothing, z_loss, softcap)
+    wanted = outputs // _GRADIENTS
+    with _ready(hidden):
+        blocks = _Blocks(hidden, weight, targets, bias, max_bytes, wanted)
+        count = _count(blocks.targets, ignore_index, weight.shape[0]) if mean else None
+        divisor = count
+        if count is not None and hidden.dtype == torch.float16:
+            # 1 / count would push the gradients of fp16 logits below what fp16 holds: its power of two comes last.
+            divisor = _mantissa(count)
+        losses, lse = (hidden.new_empty(len(blocks.targets), dtype=torch.float32) for _ in range(2))
+        raw = rows_loss._inplace if wanted else rows_loss._forward
+        for block in blocks:
+            logits = blocks.logits(block)
+            made = raw(logits, blocks.targets[block], divisor, *scalars, mean, outputs & (_LSE | _LOSSES) | _LOSSES)
+            losses[block] = made[1]
+            if outputs & _LSE:
+                lse[block] = made[2]
+            if wanted:
+                blocks.add(block, logits)
+        gradients = blocks.gradients(hidden.shape)
+    return (
+        _total(losses, count) if outputs & _LOSS else None,
+        losses.view(targets.shape) if outputs & _LOSSES else None,
+        lse.view(targets.shape) if outputs & _LSE else None,
+        *gradients,
+    )
+
+
+def _fake_forward(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    bias: Tensor | None,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    softcap: float,
+    mean: bool,
+    max_bytes: int,
+    outputs: int,
+) -> tuple[Tensor | None, ...]:
+    options = (ignore_index, label_smoothing, z_loss, softcap or None, "mean", max_bytes)
+    _check(hidden, weight, targets, bias, options)
+    loss = hidden.new_empty((), dtype=torch.float32) if outputs & _LOSS else None
+    rows = (hidden.new_empty(targets.shape, dtype=torch.float32) if outputs & bit else None for bit in (_LOSSES, _LSE))
+    return loss, *rows, *_fake_gradients(hidden, weight, outputs // _GRADIENTS)
+
+
+def _fake_gradients(hidden: Tensor, weight: Tensor, wanted: int) -> Gradients:
+    dweight = weight.new_empty(weight.shape, dtype=_sum_dtype(hidden, weight)) if wanted & _DWEIGHT else None
+    dbias = weight.new_empty(weight.shape[:1], dtype=torch.float32) if wanted & _DBIAS else None
+    return hidden.new_empty(hidden.shape) if wanted & _DHIDDEN else None, dweight, dbias
+
+
+@torch.no_grad()
+def _plain_backward(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    bias: Tensor | None,
+    lse: Tensor,
+    dloss: Tensor,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    softcap: float,
+    max_bytes: int,
+    outputs: int,
+) -> Gradients:
+    scalars = (ignore_index, label_smoothing, z_loss, softcap)
+    with _ready(hidden):
+        blocks = _Blocks(hidden, weight, targets, bias, max_bytes, outputs, held=2)  # logits and their gradients
+        flat_lse, flat_dloss = lse.reshape(-1), dloss.reshape(-1).contiguous()  # [M]
+        for block in blocks:
+            given = (blocks.logits(block), blocks.targets[block], flat_lse[block], flat_dloss[block], None)
+            blocks.add(block, rows_loss._backward(*given, *scalars, 1))
+        return blocks.gradients(hidden.shape)
+
+
+def _fake_backward(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    bias: Tensor | None,
+    lse: Tensor,
+    dloss: Tensor,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    softcap: float,
+    max_bytes: int,
+    outputs: int,
+) -> Gradients:
+    return _fake_gradients(hidden, weight, outputs)
+
+
+def _plain_scale(gradient: Tensor, factor: Tensor, outputs: int) -> None:
+    gradient.copy_(gradient.float() * factor)
+
+
+def _fake_scale(gradient: Tensor, factor: Tensor, outputs: int) -> None:
+    return None
+
+
+_HEAD = "Tensor hidden, Tensor weight, Tensor targets, Tensor? bias"
+_SCALARS = "int ignore_index, float label_smoothing, float z_loss, float softcap"
+_forward = register(
+    f"linear_cross_entropy_forward({_HEAD}, {_SCALARS}, bool mean, int max_bytes, int outputs)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _plain_forward,
+    _fake_forward,
+    made_of_ops=True,
+)
+_backward = register(
+    f"linear_cross_entropy_backward({_HEAD}, Tensor lse, Tensor dloss, {_SCALARS}, int max_bytes, int outputs)"
+    " -> (Tensor, Tensor, Tensor)",
+    _plain_backward,
+    _fake_backward,
+    made_of_ops=True,
+)
+_scale = register(
+    "linear_cross_entropy_scale(Tensor(a!) gradient, Tensor factor, int outputs) -> ()", _plain_scale, _fake_scale
+)
