@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +15,9 @@ ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = sorted((ROOT / "examples").glob("*.py"))
 
 
+@functools.cache
 def run(script: Path) -> str:
+    """What a script prints; two tests that read it start one process."""
     environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
     command = [sys.executable, "-W", "error::RuntimeWarning", str(script)]
     finished = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
@@ -32,4 +36,13 @@ def test_rms_norm_example_finds_no_difference_that_matters() -> None:
     assert len(differences) == 3
     assert max(differences) < 1e-3  # dweight sums 512 rows: about 20, so 1e-3 is a few hundred ulp
     assert any("to the bit, True" in line for line in lines)
+    assert any(line.startswith("what ran: ") for line in lines)
+
+
+def test_losses_example_finds_no_difference_that_matters() -> None:
+    lines = run(ROOT / "examples" / "losses.py").splitlines()
+    found = [re.findall(r"\d\.\d\de[-+]\d\d", line) for line in lines if "max difference" in line]
+    assert [len(numbers) for numbers in found] == [3, 3, 3]
+    assert max(float(number) for numbers in found for number in numbers) < 1e-5  # of fp32, relative to the largest
+    assert any("128 of 256 losses are 0" in line for line in lines)
     assert any(line.startswith("what ran: ") for line in lines)

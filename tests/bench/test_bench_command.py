@@ -9,11 +9,12 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from fuselm.bench import kernels
+from fuselm.bench import kernels, peers
 from fuselm.bench.report import Results
-from fuselm.cli import app
+from fuselm.cli import app, bench
+from fuselm.kernels.spec import op_names
 
-ONE_CASE = ["bench", "kernels", "--quick", "--device", "cpu", "--filter", "plain 256x1024"]
+ONE_CASE = ["bench", "kernels", "--ops", "rms_norm", "--quick", "--device", "cpu", "--filter", "plain 256x1024"]
 
 
 def invoke(*arguments: str):
@@ -45,13 +46,19 @@ def test_json_is_the_last_line_of_stdout(tmp_path: Path) -> None:
     assert [Path(name).name for name in document["files"]] == ["rows.csv", "rows.json", "roofline.png"]
 
 
+def test_help_names_every_implementation() -> None:
+    assert bench.IMPLS == peers.NAMES
+    help_text = in_one_line(invoke("bench", "kernels", "--help").stdout)
+    assert f"Which of {', '.join(peers.NAMES)}." in help_text
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--ops", "rms_nrom"], "there is no op 'rms_nrom'; there are: rms_norm"),
-        (["--impl", "fussed"], "there is no implementation 'fussed'; there are: fused, torch, compile, liger, quack"),
+        (["--ops", "rms_nrom"], f"there is no op 'rms_nrom'; there are: {', '.join(op_names())}"),
+        (["--impl", "fussed"], f"there is no implementation 'fussed'; there are: {', '.join(peers.NAMES)}"),
         (["--device", "tpu"], "a device is auto, cpu or cuda; got 'tpu'"),
-        (["--filter", "12345x1"], "no label has '12345x1' in it; there are: rms_norm"),
+        (["--filter", "12345x1"], f"no label has '12345x1' in it; there are: {op_names()[0]}"),
     ],
 )
 def test_wrong_options_are_refused_with_what_there_is(arguments: list[str], says: str, tmp_path: Path) -> None:

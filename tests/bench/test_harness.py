@@ -56,6 +56,18 @@ def test_call_time_is_host_time_of_one_call(clock: PretendedClock) -> None:
     assert Timer("cpu").call_time(clock.function(7), calls=10, batches=3) == pytest.approx(7)
 
 
+def test_fewer_calls_make_a_batch_where_the_gpu_is_slow(clock: PretendedClock) -> None:
+    Timer("cpu").call_time(clock.function(7), calls=20, batches=1, gpu_us=harness.BATCH_GPU_US / 5)
+    assert clock.calls == 3 + 5  # warm-up, and five for one batch
+    clock.calls = 0
+    Timer("cpu").call_time(clock.function(7), calls=20, batches=1, gpu_us=1e9)
+    assert clock.calls == 3 + 3
+
+
+def test_memory_is_not_told_of_a_cpu() -> None:
+    assert Timer("cpu").extra_memory(lambda: torch.ones(4)) is None
+
+
 def test_copy_time_moves_the_bytes_asked_for_and_measures_each_size_at_one_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -85,6 +97,20 @@ def test_the_ceiling_is_the_faster_of_a_copy_in_a_graph_and_one_called(
 def test_latency_percentiles_on_a_cpu(clock: PretendedClock) -> None:
     found = Timer("cpu").decode_latency(clock.function(5))
     assert (found.p50, found.p95, found.p99, found.sync_p50) == pytest.approx((5, 5, 5, 5))
+
+
+@pytest.mark.gpu
+def test_extra_memory_is_what_a_call_holds_beyond_its_result() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("torch sees no CUDA device")
+    kept = torch.empty(1 << 20, dtype=torch.uint8, device="cuda")
+
+    def call() -> torch.Tensor:
+        scratch = torch.empty(3 << 20, dtype=torch.uint8, device="cuda")
+        return kept + scratch[: 1 << 20]
+
+    assert Timer("cuda").extra_memory(call) == 3 << 20
+    assert Timer("cuda").extra_memory(lambda: kept) == 0
 
 
 @pytest.mark.gpu

@@ -11,10 +11,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fuselm.bench import accuracy, kernels, peers, report, tensors
+from fuselm.bench import accuracy, kernels, latency, peers, report, tensors
 from fuselm.bench.kernels import Plan
 from fuselm.bench.report import Results
-from fuselm.kernels.spec import Case, ops
+from fuselm.kernels.linear_cross_entropy import HeadCase
+from fuselm.kernels.spec import Case, OpSpec, ops
 
 PLAN = Plan(("rms_norm",), "cpu", ("fused", "torch"), quick=True, containing="residual 256x1024")
 
@@ -114,7 +115,59 @@ def test_a_used_up_budget_is_noted_case_by_case() -> None:
     found = Results()
     kernels.run(replace(PLAN, seconds=-1.0), found)
     assert found.rows == []
-    assert [note["note"] for note in found.notes] == ["skipped: the time budget was used up"]
+    assert [(note["pass"], note["note"]) for note in found.notes] == [
+        ("", kernels.TOO_LATE),
+        ("latency", kernels.TOO_LATE),
+    ]
+
+
+def test_ops_take_turns_and_large_cases_come_first() -> None:
+    plan = Plan(("layer_norm", "softmax"), "cuda")
+    steps = list(kernels.in_turn(plan))
+    assert [op.name for op, _ in steps[:6]] == ["layer_norm", "softmax"] * 3
+    assert [case for _, case in steps[2:4]] == [None, None]  # latencies, after one case each
+    of_norm = [case for op, case in steps if op.name == "layer_norm" and case is not None]
+    sizes = [kernels.is_large(ops()["layer_norm"], case) for case in of_norm]
+    assert sizes == sorted(sizes, reverse=True)
+    assert sorted(map(repr, of_norm)) == sorted(map(repr, ops()["layer_norm"].bench_cases))
+    assert kernels.steps(plan) == len(steps)
+
+
+def test_rows_are_in_the_registrys_order_whatever_was_measured_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    def measure_case(op: OpSpec, case: Case, timer: object, plan: Plan, results: Results) -> None:
+        results.rows.append({"op": op.name, "case": case.name, "dtype": case.dtype, "shape": list(case.shape)})
+
+    monkeypatch.setattr(kernels, "is_large", lambda op, case: case.dtype == "float32")
+    monkeypatch.setattr(kernels, "_measure_case", measure_case)
+    monkeypatch.setattr(kernels.latency, "measure", lambda *arguments: None)
+    measured: list[str] = []
+    plan = Plan(("rms_norm",), "cpu", ("torch",), quick=True, containing="plain")
+    found = Results()
+    kernels.run(plan, found, measured.append)
+    assert [label.split()[-1] for label in measured] == ["float32", "latencies", "bfloat16"]
+    assert [row["dtype"] for row in found.rows] == ["bfloat16", "float32"]
+
+
+def test_a_pass_that_a_peer_lacks_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
+    offered = {"liger": peers.Peer(peers.reference("rms_norm"), "no backward", passes=("forward",))}
+    monkeypatch.setattr(kernels.peers, "implementations", lambda *arguments: offered)
+    monkeypatch.setattr(kernels.latency, "measure", lambda *arguments: None)
+    found = Results()
+    kernels.run(PLAN, found)
+    assert [row["pass"] for row in found.rows] == ["forward"]
+    assert [(note["pass"], note["note"]) for note in found.notes] == [("backward", "no backward")]
+
+
+def test_a_result_that_is_not_the_ops_is_timed_and_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = peers.reference("rms_norm")
+    nothing = peers.Peer(lambda **given: tuple(part * math.nan for part in plain(**given)), compares=False)
+    monkeypatch.setattr(kernels.peers, "implementations", lambda *arguments: {"matmuls": nothing})
+    monkeypatch.setattr(kernels.latency, "measure", lambda *arguments: None)
+    found = Results()
+    kernels.run(PLAN, found)
+    assert found.notes == []
+    assert {row["rms_error"] for row in found.rows} == {None}
+    assert all(row["gpu_us"] > 0 for row in found.rows)
 
 
 def test_quick_takes_one_case_of_each_kind() -> None:
@@ -129,6 +182,13 @@ def test_a_cpu_gets_fewer_rows_of_the_same_width() -> None:
     for case in Plan(("rms_norm",), "cpu").cases(op):
         assert case.size <= kernels.CPU_ELEMENTS
         assert case.shape[-1] in {full.shape[-1] for full in op.bench_cases}
+
+
+def test_cutting_down_keeps_the_width_and_shrinks_a_vocabulary() -> None:
+    assert latency.cut_down(Case("", (4, 16, 1024, 1000)), 5000).shape == (1, 1, 5, 1000)
+    assert latency.cut_down(Case("", (8, 1000)), 10).shape == (1, 1000)
+    head = latency.cut_down(HeadCase("", (64, 32), vocabulary=500, targets=(0, 500)), 320)
+    assert (head.shape, head.vocabulary, head.targets) == ((10, 32), 10, (0, 10))
 
 
 @pytest.mark.parametrize("name", ["liger", "quack"])

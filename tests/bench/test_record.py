@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 from fuselm.bench import kernels, record, report, sanitize
+from fuselm.bench.processes import Ended, Job
 from fuselm.kernels.spec import ops
 
 HEADER = {
@@ -107,7 +109,7 @@ def test_a_record_with_a_gap_does_not_vouch(spoil: Callable[[dict[str, Any]], An
 def test_a_gpu_test_that_saw_no_gpu_is_a_failure_with_its_reason() -> None:
     for attribute, reason in (('message="JAX sees no gpu"', "JAX sees no gpu"), ("", "no reason")):
         skipped = f'<testcase classname="tests.a" name="test_x[rms_norm]"><skipped {attribute}/></testcase>'
-        found = record.count_tests(f"<testsuite>{skipped}</testsuite>", ["rms_norm"])
+        found = record.count_tests([f"<testsuite>{skipped}</testsuite>"], ["rms_norm"])
         assert (found["failed"], found["skipped"]) == (1, 0)
         assert found["failures"] == [f"tests.a.test_x[rms_norm] (skipped: {reason})"]
 
@@ -118,13 +120,13 @@ def test_pytests_own_report_is_understood(tmp_path: Path) -> None:
     (tmp_path / "test_it.py").write_text(f"import pytest\n{body}def test_passes():\n    pass\n")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--junitxml=report.xml", "test_it.py"]
     subprocess.run(command, cwd=tmp_path, capture_output=True, check=True)
-    found = record.count_tests((tmp_path / "report.xml").read_text(), [])
+    found = record.count_tests([(tmp_path / "report.xml").read_text()], [])
     assert [found[count] for count in record.COUNTS] == [1, 1, 1]
     assert found["failures"] == ["test_it.test_1 (skipped: JAX sees no gpu)"]
 
 
 def test_tests_are_counted_for_each_op_and_errors_are_failures() -> None:
-    found = record.count_tests(REPORT, ["rms_norm", "norm"])
+    found = record.count_tests([REPORT], ["rms_norm", "norm"])
     assert (found["passed"], found["failed"], found["skipped"]) == (2, 2, 1)
     assert found["ops"]["rms_norm"] == {"passed": 1, "failed": 1, "skipped": 0}
     assert found["ops"]["norm"] == {"passed": 1, "failed": 0, "skipped": 0}
@@ -133,6 +135,86 @@ def test_tests_are_counted_for_each_op_and_errors_are_failures() -> None:
         "tests.kernels.test_generic.test_forward[rms_norm-wide]",
         "tests.bench.test_harness.test_set_up",
     ]
+
+
+def test_a_test_that_two_runs_made_is_counted_once_and_at_its_worst() -> None:
+    case = '<testcase classname="tests.a" name="test_x[softmax]">{}</testcase>'
+    reports = [f"<testsuite>{case.format(inside)}</testsuite>" for inside in ("", "<failure/>", "")]
+    found = record.count_tests(reports, ["softmax"])
+    assert found["ops"] == {"softmax": {"passed": 0, "failed": 1, "skipped": 0}}
+
+
+def test_an_ops_tests_are_not_those_of_one_whose_name_has_its_own_in_it() -> None:
+    known = ["cross_entropy", "linear_cross_entropy", "softmax"]
+    assert record.only("cross_entropy", known) == "cross_entropy and not linear_cross_entropy"
+    assert record.only("linear_cross_entropy", known) == "linear_cross_entropy"
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, end: Callable[[str, Job], Ended]) -> dict[str, Job]:
+    """Let `end` say how each program would have ended; returns those that were to be run."""
+    seen: dict[str, Job] = {}
+
+    def run_all(jobs: dict[str, Job], deadline: float, at_once: int) -> dict[str, Ended]:
+        seen.update(jobs)
+        return {name: end(name, job) for name, job in jobs.items()}
+
+    monkeypatch.setattr(record, "run_all", run_all)
+    return seen
+
+
+def test_each_op_has_a_process_for_its_tests_and_the_others_have_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    def end(name: str, job: Job) -> Ended:
+        report = next(part.partition("=")[2] for part in job.command if part.startswith("--junitxml="))
+        test = f'<testcase classname="tests.a" name="test_x[{name}]"/>'
+        Path(report).write_text(f"<testsuite>{test}</testsuite>")
+        return Ended(0, "", 1.0, True)
+
+    jobs = pretend(monkeypatch, end)
+    found = record.run_tests(list(ops()), True, math.inf)["tests"]
+    assert list(jobs) == [*ops(), record.NO_OP]
+    assert jobs["cross_entropy"].command[-1] == "cross_entropy and not linear_cross_entropy"
+    assert jobs[record.NO_OP].command[-1] == f"not ({' or '.join(ops())})"
+    assert {of: count["passed"] for of, count in found["ops"].items()} == dict.fromkeys(jobs, 1)
+    jobs.clear()
+    record.run_tests(["softmax"], False, math.inf)
+    assert list(jobs) == ["softmax"]
+
+
+@pytest.mark.parametrize(
+    ("ended", "says"),
+    [(Ended(-9, "", 1.0, False), "it took too long"), (Ended(4, "", 1.0, True), "exit code 4")],
+)
+def test_a_run_of_tests_that_did_not_end_is_a_failure_of_its_op(
+    ended: Ended, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend(monkeypatch, lambda name, job: ended)
+    found = record.run_tests(["softmax"], False, math.inf)["tests"]
+    assert found["ops"] == {"softmax": {"passed": 0, "failed": 1, "skipped": 0}}
+    assert says in found["failures"][0]
+    again = record.merge({**HEADER, "tests": found}, HEADER, counted(softmax=(5, 0, 0)), ["softmax"])
+    assert again["tests"]["failures"] == []
+
+
+def test_every_tool_and_op_is_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    def end(name: str, job: Job) -> Ended:
+        if name == "racecheck softmax":
+            return Ended(-9, "half", 1.0, False)
+        return Ended(0, "========= ERROR SUMMARY: 0 errors\n", 1.0, True)
+
+    monkeypatch.setattr(record.shutil, "which", lambda name: f"/bin/{name}")
+    jobs = pretend(monkeypatch, end)
+    found = record.run_sanitizer(["rms_norm", "softmax"], math.inf)["sanitizer"]
+    assert set(jobs) == {f"{tool} {op}" for tool in record.TOOLS for op in ("rms_norm", "softmax")}
+    assert "memcheck" in jobs["memcheck softmax"].command
+    assert found["memcheck"] == {"rms_norm": "clean", "softmax": "clean"}
+    assert found["racecheck"]["rms_norm"] == "clean"
+    assert found["racecheck"]["softmax"].startswith("was not finished")
+
+
+RACE = """========= Error: Race reported between Read access at {kernel}+0xb00
+=========     and Write access at {kernel}+0x2820 [96 hazards]
+========= RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warnings)
+"""
 
 
 @pytest.mark.parametrize(
@@ -144,6 +226,9 @@ def test_tests_are_counted_for_each_op_and_errors_are_failures() -> None:
         (0, "========= RACECHECK SUMMARY: 2 hazards displayed (0 errors, 2 warnings)\n", "2 errors"),
         (1, "Traceback: no library\n========= ERROR SUMMARY: 0 errors\n", "failed with exit code 1"),
         (0, "it did not start", "failed with exit code 0"),
+        (9, RACE.format(kernel="nvjet_sm90_tst_64x8"), "clean"),
+        (9, RACE.format(kernel="void fuselm::norm::norm_forward_kernel<true>(fuselm::norm::ForwardArgs)"), "1 errors"),
+        (1, RACE.format(kernel="nvjet_sm90_tst_64x8"), "1 errors"),
     ],
 )
 def test_a_sanitizer_is_clean_only_when_it_says_so(code: int, output: str, status: str) -> None:
@@ -155,7 +240,7 @@ def test_the_command_writes_the_record_and_a_copy(monkeypatch: pytest.MonkeyPatc
     tables = {"rows": [a_row("rms_norm")], "decode": [], "host": [], "notes": []}
     parts = {"tests": counted(rms_norm=(10, 0, 0)), "sanitizer": clean, "bench": tables}
     monkeypatch.setattr(record, "_start", lambda: HEADER)
-    monkeypatch.setattr(record, "_run_part", lambda part, names, everything: parts[part])
+    monkeypatch.setattr(record, "_run_part", lambda part, names, everything, deadline: parts[part])
     with pytest.raises(SystemExit) as ending:
         record.main(["--folder", str(tmp_path / "gpu"), "--also", str(tmp_path / "copy")])
     assert ending.value.code == 0
@@ -181,12 +266,6 @@ def test_the_command_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         record.main(["--part", "tests"])
 
 
-def test_a_program_that_takes_too_long_is_ended() -> None:
-    code, output = record._run(["sh", "-c", "echo begun; sleep 60"], {}, seconds=0.3)
-    assert code != 0
-    assert output == "begun\n"
-
-
 def test_sanitized_cases_are_small_and_cover_every_layout(capsys: pytest.CaptureFixture[str]) -> None:
     op = ops()["rms_norm"]
     cases = sanitize.small_cases(op)
@@ -207,7 +286,7 @@ def test_the_bench_part_prints_rows_as_they_come(
         on_step("second case")
 
     monkeypatch.setattr(kernels, "run", run)
-    found = record.run_bench(["rms_norm"])
+    found = record.run_bench(["rms_norm"], deadline=math.inf)
     assert len(found["rows"]) == 1
     printed = capsys.readouterr().out
     assert printed.index("first case") < printed.index("for odd float32 8x64 fused: 2.0 us 50 %")
@@ -220,4 +299,4 @@ def test_a_lost_gpu_is_told_and_not_recorded(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(kernels, "run", run)
     with pytest.raises(record.CannotRecord, match="The GPU failed"):
-        record.run_bench(["rms_norm"])
+        record.run_bench(["rms_norm"], deadline=math.inf)

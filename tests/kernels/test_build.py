@@ -244,6 +244,19 @@ def kept_cache(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
 
 
 @needs_nvcc
+@pytest.mark.parametrize(("framework", "package"), [("torch", "torch"), ("jax", "jaxlib")])
+def test_bindings_compile_and_name_launchers_that_are_defined(kept_cache, framework: str, package: str) -> None:
+    pytest.importorskip(package)
+    build.compile_only(framework, HOPPER)
+    named = re.findall(r"FUSELM_OP\((\w+),", (build.SOURCE_DIR / build.BINDINGS[framework]).read_text())
+    defined = "".join(path.read_text() for path in build.SOURCE_DIR.glob("*.cu"))
+    assert len(named) > 5
+    assert [name for name in named if f"\nStatus {name}(" not in defined] == ["name"]  # that of the macro itself
+
+
+# Slow: half a minute a file. The GPU record vouches for the same sources, which were compiled where it was made.
+@pytest.mark.slow
+@needs_nvcc
 def test_shipped_kernels_compile_and_both_bindings_fit_them(kept_cache) -> None:
     pytest.importorskip("torch")
     pytest.importorskip("jaxlib")

@@ -2,7 +2,7 @@
 
 Knows the registry's oracles and torch; times nothing. Rows are taken at even distances over the whole case, so that the
 last thread block is looked at as well as the first. A gradient that sums over rows, as a weight's does, is compared
-only when all rows are taken.
+only when all rows are taken; so is an output that sums over them, as a loss does.
 
     truth = forward_truth(op, case, tensors)
     print(errors(case, dict(zip(op.outputs(case), outputs)), truth))
@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from fuselm.kernels.spec import Case, OpSpec
+from fuselm.kernels.spec import Case, OpSpec, has_rows
 
 # Elements compared: in float64, with the oracle's temporaries, about 1 GiB.
 MAX_ELEMENTS = 1 << 24
@@ -34,21 +34,24 @@ class Errors:
 
 
 def forward_truth(op: OpSpec, case: Case, tensors: Tensors) -> dict[str, Tensor]:
-    """The op's outputs in float64 at the rows that are compared; {} when the op cannot be taken apart into rows."""
-    if not op.row_wise and row_step(case) > 1:
+    """The op's outputs in float64 at the rows that are compared; {} when the case cannot be taken apart into rows."""
+    if not op.is_row_wise(case) and row_step(case) > 1:
         return {}
-    truth: dict[str, Tensor] = op.oracle(torch, _sampled(case, tensors), case.options)
+    truth: dict[str, Tensor] = op.oracle(torch, _sampled_inputs(op, case, tensors), case.options)
+    if row_step(case) > 1:  # a sum over some of the rows is no truth for a sum over all
+        fewer = replace(case, shape=(len(range(0, case.shape[0], row_step(case))), *case.shape[1:]))
+        truth = {name: value for name, value in truth.items() if has_rows(fewer, tuple(value.shape))}
     return truth
 
 
 def backward_truth(op: OpSpec, case: Case, tensors: Tensors, cotangents: Tensors) -> dict[str, Tensor]:
     """The op's gradients in float64 at the rows that are compared."""
-    if not op.row_wise and row_step(case) > 1:
+    if not op.is_row_wise(case) and row_step(case) > 1:
         return {}
-    sampled = _sampled(case, tensors)
-    truth = op.oracle_backward(torch, sampled, _sampled(case, cotangents), case.options)
-    if row_step(case) > 1:  # a sum over some of the rows is no truth for a sum over all
-        truth = {name: value for name, value in truth.items() if _has_rows(case, tensors[name])}
+    sent = {name: _exact(_rows(case, tensor)) for name, tensor in cotangents.items()}
+    truth = op.oracle_backward(torch, _sampled_inputs(op, case, tensors), sent, case.options)
+    if row_step(case) > 1:
+        truth = {name: value for name, value in truth.items() if name in op.row_inputs(case)}
     return truth
 
 
@@ -73,14 +76,16 @@ def _worse(a: float, b: float) -> float:
     return b if math.isnan(b) or b > a else a
 
 
-def _sampled(case: Case, tensors: Tensors) -> dict[str, Tensor]:
-    return {name: _rows(case, tensor).double() for name, tensor in tensors.items()}
+def _sampled_inputs(op: OpSpec, case: Case, tensors: Tensors) -> dict[str, Tensor]:
+    with_rows = op.row_inputs(case)
+    return {name: _exact(_rows(case, t) if name in with_rows else t.detach()) for name, t in tensors.items()}
+
+
+def _exact(tensor: Tensor) -> Tensor:
+    return tensor.double() if tensor.is_floating_point() else tensor
 
 
 def _rows(case: Case, tensor: Tensor) -> Tensor:
+    """The rows that are compared of an output, or of a gradient with rows; all of what has none."""
     tensor = tensor.detach()
-    return tensor[:: row_step(case)] if _has_rows(case, tensor) else tensor
-
-
-def _has_rows(case: Case, tensor: Tensor) -> bool:
-    return len(case.shape) > 1 and tuple(tensor.shape[:-1]) == case.shape[:-1]
+    return tensor[:: row_step(case)] if row_step(case) > 1 and has_rows(case, tuple(tensor.shape)) else tensor

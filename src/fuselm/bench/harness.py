@@ -31,6 +31,8 @@ GPU_SECONDS, GPU_REPEATS = 0.15, (10, 200)
 CPU_SECONDS, CPU_REPEATS = 0.05, (3, 100)
 # About a millisecond of spinning: the host enqueues a call that is not a graph while the GPU is busy with this.
 SPIN_CYCLES = 2_000_000
+# How long the GPU may need for one batch of calls whose host time is taken.
+BATCH_GPU_US = 20_000
 DECODE_CALLS, DECODE_REPLAYS, SYNC_CALLS = 50, 200, 300
 
 COPY_GRAIN = 2**19  # elements of bf16 in a MiB
@@ -93,8 +95,13 @@ class Timer:
             samples = self._cold_samples(fn if graph is None else graph.replay, spin=graph is None)
         return _timing(samples, graph=graph is not None)
 
-    def call_time(self, fn: Call, calls: int = 20, batches: int = 5) -> float:
-        """Microseconds the host needs for one call, launch included, when calls follow each other without waiting."""
+    def call_time(self, fn: Call, calls: int = 20, batches: int = 5, gpu_us: float = 0.0) -> float:
+        """Microseconds the host needs for one call, launch included, when calls follow each other without waiting.
+
+        Fewer calls make a batch where the GPU needs `gpu_us` for one: the host's time is known after a few, and waiting
+        for the GPU to catch up is a run's time and no figure's.
+        """
+        calls = _clamp(BATCH_GPU_US / max(gpu_us, 1.0), (min(3, calls), calls))
         with self.lane():
             self._warm_up(fn)
             per_call = []
@@ -119,17 +126,33 @@ class Timer:
             elements = round(elements / COPY_GRAIN) * COPY_GRAIN
         if elements not in self._copies:
             with self.lane():
-                source = torch.empty(elements, dtype=torch.bfloat16, device=self.device).normal_()
+                # Numbers of a generator of its own: torch's default one is out of order once a capture has failed.
+                noise = torch.Generator(self.device).manual_seed(0)
+                source = torch.empty(elements, dtype=torch.bfloat16, device=self.device).normal_(generator=noise)
                 copy = functools.partial(torch.empty_like(source).copy_, source)
                 timings = [self.device_time(copy, capture) for capture in (True, False)]
                 self._copies[elements] = min(timings, key=lambda timing: timing.us)
         return self._copies[elements]
 
-    def decode_latency(self, fn: Call) -> Latency:
+    def extra_memory(self, fn: Call) -> int | None:
+        """Bytes that a call holds at its peak beyond what was there before and what it returns; None on a CPU."""
+        if not self.on_gpu:
+            return None
+        with self.lane():
+            fn()  # what stays from call to call, as cuBLAS's workspace does, was there before
+            self.synchronize()
+            torch.cuda.reset_peak_memory_stats(self.device)
+            result = fn()
+            peak, kept = torch.cuda.max_memory_allocated(self.device), torch.cuda.memory_allocated(self.device)
+            self.synchronize()
+            del result
+        return peak - kept
+
+    def decode_latency(self, fn: Call, capture: bool = True) -> Latency:
         """Latency of a small call as a decode step sees it: L2-warm, one of many in a replayed CUDA graph."""
         with self.lane():
             self._warm_up(fn)
-            graph = self._capture(fn, DECODE_CALLS) if self.on_gpu else None
+            graph = self._capture(fn, DECODE_CALLS) if self.on_gpu and capture else None
             if graph is not None:
                 samples = [us / DECODE_CALLS for us in self._event_samples(graph.replay, DECODE_REPLAYS)]
             elif self.on_gpu:

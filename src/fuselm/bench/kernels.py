@@ -1,7 +1,8 @@
-"""The roofline rows: every op of the registry, its cases, both passes, each implementation, against a copy's time.
+"""The roofline rows: every op of the registry, its cases and passes, each implementation, against a copy's time.
 
 Knows the registry, the timer and the peers; neither prints nor writes. A case's memory is made once and freed after it.
-What cannot be measured becomes a note with its reason and never ends the run; so does what a time budget left out.
+What cannot be measured becomes a note with its reason and never ends the run; so does what a time budget left out. For
+that to hurt least, ops take turns and each begins with its large cases; at the end rows are in the registry's order.
 
     results = Results()
     run(Plan(ops=("rms_norm",), device="cuda"), results, on_step=print)
@@ -11,8 +12,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -21,13 +23,16 @@ from torch import Tensor
 from fuselm.bench import latency, peers
 from fuselm.bench.accuracy import Errors, backward_truth, errors, forward_truth
 from fuselm.bench.harness import Timer
-from fuselm.bench.report import ROW_FIELDS, Results, Row, as_row, shape_text
+from fuselm.bench.latency import cut_down
+from fuselm.bench.passes import Call, make_call, named
+from fuselm.bench.peers import Peer
+from fuselm.bench.report import LARGE_BYTES, ROW_FIELDS, Results, Row, as_row, shape_text
 from fuselm.bench.tensors import as_tuple, make_cotangents, make_inputs
 from fuselm.kernels.spec import Case, OpSpec, ops
 
-PASSES = ("forward", "backward")
 # A CPU gets the same cases with fewer rows: elements of the largest, and of the largest with --quick.
 CPU_ELEMENTS, CPU_QUICK_ELEMENTS = 1 << 21, 1 << 18
+TOO_LATE = "skipped: the time budget was used up"
 
 
 class DeviceLost(RuntimeError):
@@ -51,7 +56,7 @@ class Plan:
         chosen = first_of_each_kind(op.bench_cases) if self.quick else list(op.bench_cases)
         if self.device == "cpu":
             limit = CPU_QUICK_ELEMENTS if self.quick else CPU_ELEMENTS
-            cut = (with_fewer_rows(case, limit) for case in chosen)
+            cut = (cut_down(case, limit) for case in chosen)
             chosen = list({repr(case): case for case in cut}.values())  # two that differed in rows alone are now one
         return [case for case in chosen if self.containing.lower() in case_label(op.name, case).lower()]
 
@@ -63,36 +68,58 @@ class Bench:
     op: OpSpec
     case: Case
     timer: Timer
-    device: str
     tensors: dict[str, Tensor]
     cotangents: tuple[Tensor, ...] = ()
     truth: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     reference: dict[str, Errors] = field(default_factory=dict)
+
+    def call(self, which: str, peer: Peer) -> Call:
+        """An implementation's pass over this case as a function without arguments."""
+        return make_call(which, self.op, self.case, self.tensors, peer, self.cotangents)
 
 
 def run(plan: Plan, results: Results, on_step: Callable[[str], None] = lambda text: None) -> None:
     """Measure everything the plan names into `results`, which is right at any moment it is interrupted."""
     deadline = time.monotonic() + plan.seconds
     timer = Timer(plan.device)
-    for op in (ops()[name] for name in plan.ops):
-        for case in plan.cases(op):
+    try:
+        for op, case in in_turn(plan):
             if time.monotonic() > deadline:
-                results.notes.append(_note(op, case, "", "all", "skipped: the time budget was used up"))
+                which = "latency" if case is None else ""
+                results.notes.append(_note(op, case or op.bench_cases[0], which, "all", TOO_LATE))
                 continue
-            on_step(case_label(op.name, case))
-            with timer.lane():
-                _measure_case(op, case, timer, plan, results)
-            timer.release()
-        on_step(f"{op.name} latencies")
-        try:
-            latency.measure(op, plan.device, plan.impls, timer, results, device_name(plan))
-        except Exception as error:
-            _failed(results, timer, _note(op, op.bench_cases[0], "latency", "fused", _words(error)))
+            on_step(f"{op.name} latencies" if case is None else case_label(op.name, case))
+            if case is None:
+                _measure_latencies(op, timer, plan, results)
+            else:
+                with timer.lane():
+                    _measure_case(op, case, timer, plan, results)
+                timer.release()
+    finally:
+        _sort(plan, results)
+
+
+def in_turn(plan: Plan) -> Iterator[tuple[OpSpec, Case | None]]:
+    """What is measured, in its order: one of each op and again, large cases first; None is an op's latencies."""
+    queues = []
+    for op in (ops()[name] for name in plan.ops):
+        cases = plan.cases(op)
+        large = [case for case in cases if is_large(op, case)]
+        small = [case for case in cases if not is_large(op, case)]
+        ordered = [*large, *small]
+        queues.append([(op, case) for case in (*ordered[:1], None, *ordered[1:])])
+    for layer in zip_longest(*queues):
+        yield from (step for step in layer if step is not None)
+
+
+def is_large(op: OpSpec, case: Case) -> bool:
+    """Whether a pass moves so many bytes that its share of a copy's speed is the kernel's and not the launch's."""
+    return any(op.cost(case, which).bytes >= LARGE_BYTES for which in op.passes)
 
 
 def steps(plan: Plan) -> int:
     """How many times `run` will report a step."""
-    return sum(len(plan.cases(ops()[name])) + 1 for name in plan.ops)
+    return sum(1 for _ in in_turn(plan))
 
 
 def device_name(plan: Plan) -> str:
@@ -113,10 +140,18 @@ def first_of_each_kind(cases: Sequence[Case]) -> list[Case]:
     return list(kinds.values())
 
 
-def with_fewer_rows(case: Case, elements: int) -> Case:
-    """The case with its first dimension cut so that it has at most so many elements (and at least one row)."""
-    rows = max(1, min(case.shape[0], elements // max(math.prod(case.shape[1:]), 1)))
-    return replace(case, shape=(rows, *case.shape[1:])) if len(case.shape) > 1 else case
+def _sort(plan: Plan, results: Results) -> None:
+    """Rows in the order of the plan's ops and the registry's cases."""
+    cases = ((name, case) for name in plan.ops for case in plan.cases(ops()[name]))
+    places = {(name, case.name, case.dtype, case.shape): place for place, (name, case) in enumerate(cases)}
+    results.rows.sort(key=lambda row: places.get((row["op"], row["case"], row["dtype"], tuple(row["shape"])), -1))
+
+
+def _measure_latencies(op: OpSpec, timer: Timer, plan: Plan, results: Results) -> None:
+    try:
+        latency.measure(op, plan.device, plan.impls, timer, results, device_name(plan))
+    except Exception as error:
+        _failed(results, timer, _note(op, op.bench_cases[0], "latency", "fused", _words(error)))
 
 
 def _measure_case(op: OpSpec, case: Case, timer: Timer, plan: Plan, results: Results) -> None:
@@ -129,9 +164,12 @@ def _measure_case(op: OpSpec, case: Case, timer: Timer, plan: Plan, results: Res
         if peer.call is None:
             results.notes.append(_note(op, case, "", name, peer.note))
             continue
-        for which in PASSES:
+        for which in op.passes:
+            if which not in peer.passes:
+                results.notes.append(_note(op, case, which, name, peer.note))
+                continue
             try:
-                row = _row(bench, which, name, device_name(plan), _measure(bench, which, peer.call))
+                row = _row(bench, which, name, device_name(plan), _measure(bench, which, peer))
             except Exception as error:
                 _failed(results, timer, _note(op, case, which, name, _words(error)))
                 continue
@@ -140,26 +178,33 @@ def _measure_case(op: OpSpec, case: Case, timer: Timer, plan: Plan, results: Res
 
 def _prepare(op: OpSpec, case: Case, timer: Timer, device: str) -> Bench:
     """Inputs, cotangents, the float64 truth, and the errors of torch's own kernel that others are compared with."""
-    bench = Bench(op, case, timer, device, make_inputs(op, case, device))
-    torch_op = peers.reference(op.name)
-    outputs = as_tuple(_forward(bench, torch_op)())
-    bench.cotangents = make_cotangents(outputs, case)
-    named = dict(zip(op.outputs(case), bench.cotangents, strict=True))
-    bench.truth["forward"] = forward_truth(op, case, bench.tensors)
-    bench.truth["backward"] = backward_truth(op, case, bench.tensors, named)
-    for which in PASSES:
-        bench.reference[which] = _errors(bench, which, _CALLS[which](bench, torch_op))
+    bench = Bench(op, case, timer, make_inputs(op, case, device))
+    torch_op = Peer(peers.reference(op.name))
+    with torch.no_grad():
+        outputs = as_tuple(bench.call("forward", torch_op)())
+    names = op.outputs(case)
+    bench.cotangents = make_cotangents(outputs, case) if "backward" in op.passes else ()
+    ones = tuple(torch.ones_like(output) for output in outputs) if "both" in op.passes else ()
+    for which in op.passes:
+        if which == "forward":
+            bench.truth[which] = forward_truth(op, case, bench.tensors)
+        else:
+            incoming = bench.cotangents if which == "backward" else ones
+            bench.truth[which] = backward_truth(op, case, bench.tensors, dict(zip(names, incoming, strict=True)))
+        bench.reference[which] = _errors(bench, which, bench.call(which, torch_op))
     return bench
 
 
-def _measure(bench: Bench, which: str, implementation: Callable[..., Any]) -> dict[str, Any]:
-    call = _CALLS[which](bench, implementation)
-    found = _errors(bench, which, call)  # before it is timed: a peer may overwrite what it is given
+def _measure(bench: Bench, which: str, peer: Peer) -> dict[str, Any]:
+    timer, call = bench.timer, bench.call(which, peer)
+    # Errors first: a peer may overwrite what it was given. Nothing is compiled a second time for the timing.
+    found = _errors(bench, which, call) if peer.compares else Errors()
     if found.max is not None and not math.isfinite(found.max):
         raise ArithmeticError("the result is NaN or infinite where float64's is not")
-    with torch.set_grad_enabled(which == "backward"):
-        timing = bench.timer.device_time(call)
-        call_us = bench.timer.call_time(call) if bench.timer.on_gpu else timing.us
+    with torch.set_grad_enabled(which != "forward"):
+        extra = timer.extra_memory(call) if which == "both" else None
+        timing = timer.device_time(call, capture=peer.capture)
+        call_us = timer.call_time(call, gpu_us=timing.us) if timer.on_gpu else timing.us
     return {
         "gpu_us": timing.us,
         "gpu_us_p10": timing.p10,
@@ -168,37 +213,13 @@ def _measure(bench: Bench, which: str, implementation: Callable[..., Any]) -> di
         "max_error": found.max,
         "rms_error": found.rms,
         "graph": timing.graph,
+        "extra_bytes": extra,
     }
 
 
-def _forward(bench: Bench, implementation: Callable[..., Any]) -> Callable[[], Any]:
-    """The forward of a user who wants no gradient: `_measure` switches grad off around it."""
-    tensors, options = bench.tensors, bench.case.options
-    return lambda: implementation(**tensors, **options)
-
-
-def _backward(bench: Bench, implementation: Callable[..., Any]) -> Callable[[], Any]:
-    """The backward alone, over a graph that one forward has made and that is kept."""
-    specs = bench.op.inputs(bench.case)
-    leaves = {k: t.detach().requires_grad_(specs[k].differentiable) for k, t in bench.tensors.items()}
-    with torch.enable_grad():
-        outputs = as_tuple(implementation(**leaves, **bench.case.options))
-    wanted = [leaf for leaf in leaves.values() if leaf.requires_grad]
-    # Cotangents of its own: Liger writes dx over dy unless told otherwise.
-    cotangents = [cotangent.clone() for cotangent in bench.cotangents]
-    return lambda: torch.autograd.grad(outputs, wanted, cotangents, retain_graph=True)
-
-
-_CALLS = {"forward": _forward, "backward": _backward}
-
-
-def _errors(bench: Bench, which: str, call: Callable[[], Any]) -> Errors:
-    if which == "forward":
-        with torch.no_grad():
-            got = dict(zip(bench.op.outputs(bench.case), as_tuple(call()), strict=True))
-    else:
-        specs = bench.op.inputs(bench.case)
-        got = dict(zip((k for k, s in specs.items() if s.differentiable), call(), strict=True))
+def _errors(bench: Bench, which: str, call: Call) -> Errors:
+    with torch.set_grad_enabled(which != "forward"):
+        got = named(bench.op, bench.case, which, call())
     return errors(bench.case, got, bench.truth[which])
 
 

@@ -1,7 +1,8 @@
 """Latencies of small calls: the decode table (inside a CUDA graph, and with a wait) and the host time of one call.
 
 Knows the registry, the timer and the peers; neither prints nor writes. The decode table needs a GPU: on a CPU there is
-no graph to be inside of. Host times are for fuselm and for what a user of torch would write, on the smallest case.
+no graph to be inside of. Host times are for fuselm and for what a user of torch would write, on the smallest case; one
+that is not small is cut down, for a GPU that is behind fills the launch queue and then the host waits.
 
     measure(op, "cuda", peers.NAMES, timer, results, "NVIDIA H200")
 """
@@ -9,6 +10,7 @@ no graph to be inside of. Host times are for fuselm and for what a user of torch
 from __future__ import annotations
 
 import dataclasses
+import math
 import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,9 +21,12 @@ from fuselm.bench import peers
 from fuselm.bench.harness import Timer, empty_kernel
 from fuselm.bench.report import DECODE_FIELDS, HOST_FIELDS, Results, Row, as_row
 from fuselm.bench.tensors import make_inputs
+from fuselm.kernels.linear_cross_entropy import HeadCase
 from fuselm.kernels.spec import Case, OpSpec
 
 HOST_CALLS, HOST_BATCHES, HOST_ROUNDS = 200, 3, 7
+# Of the case whose host time is taken. A CPU works on it in that time, which says little however large it is.
+HOST_ELEMENTS, CPU_HOST_ELEMENTS = 1 << 17, 1 << 12
 
 
 def measure(op: OpSpec, device: str, impls: Sequence[str], timer: Timer, results: Results, device_name: str) -> None:
@@ -47,7 +52,7 @@ def _decode(
             continue
         try:
             with torch.no_grad():
-                found = timer.decode_latency(_call(peer.call, tensors, case))
+                found = timer.decode_latency(_call(peer.call, tensors, case), capture=peer.capture)
         except Exception as error:
             results.notes.append({**head, "pass": "decode", "note": f"{type(error).__name__}: {error}"})
             continue
@@ -59,9 +64,10 @@ def _decode(
 
 def _host(op: OpSpec, device: str, impls: Sequence[str], timer: Timer, results: Results, device_name: str) -> None:
     """Host time of one call, without and with grad. The two are timed in turn, so that both meet the same weather."""
-    case = min(op.decode_cases or op.bench_cases, key=lambda case: case.size)
+    smallest = min(op.decode_cases or op.bench_cases, key=lambda case: case.size)
+    case = cut_down(smallest, HOST_ELEMENTS if timer.on_gpu else CPU_HOST_ELEMENTS)
     fused = peers.implementations(op.name, case, device, ("fused",))["fused"]
-    both = {"fused": fused, "torch": peers.Peer(peers.bare_torch(op.name, case))}
+    both = {"fused": fused, "torch": peers.Peer(peers.bare_torch(op.name, case, device))}
     calls = {name: peer for name, peer in both.items() if name in impls}
     samples: dict[str, dict[str, list[float]]] = {name: {"call_us": [], "call_grad_us": []} for name in calls}
     for _ in range(HOST_ROUNDS if timer.on_gpu else 1):
@@ -89,6 +95,20 @@ def _host_times(
     with torch.enable_grad():
         graph = timer.call_time(_call(implementation, make_inputs(op, case, device, grad=True), case), *calls)
     return {"call_us": bare, "call_grad_us": graph}
+
+
+def cut_down(case: Case, elements: int) -> Case:
+    """The case with fewer rows, and a smaller vocabulary, so that no input has more than so many elements.
+
+    The last dimension stays as it is; those before it are cut one by one, the first one first, to one at the least.
+    """
+    if isinstance(case, HeadCase):
+        vocabulary = max(1, min(case.vocabulary, elements // max(case.shape[-1], 1)))
+        case = dataclasses.replace(case, vocabulary=vocabulary, targets=(0, vocabulary))
+    shape = list(case.shape)
+    for place in range(len(shape) - 1):
+        shape[place] = max(1, min(shape[place], elements // max(math.prod(shape[place + 1 :]), 1)))
+    return dataclasses.replace(case, shape=tuple(shape))
 
 
 def _call(implementation: Callable[..., Any], tensors: dict[str, Any], case: Case) -> Callable[[], Any]:

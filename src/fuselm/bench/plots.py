@@ -15,21 +15,37 @@ from fuselm.bench.tokenizer_rows import ALONE
 from fuselm.files import write_whole
 
 # One colour for each implementation, told apart by the colour-blind too (Okabe and Ito's palette).
-COLOURS = {"fused": "#0072B2", "torch": "#999999", "compile": "#E69F00", "liger": "#009E73", "quack": "#CC79A7"}
+COLOURS = {
+    "fused": "#0072B2",
+    "torch": "#999999",
+    "compile": "#E69F00",
+    "liger": "#009E73",
+    "quack": "#CC79A7",
+    "matmuls": "#56B4E9",
+}
+# Groups of bars that can be told apart in one panel, and that a panel of ordinary width has room for.
+MOST_GROUPS, GROUPS_OF_ORDINARY_WIDTH = 14, 9
+# Operations for each byte from which on an op is bound by arithmetic, so that a copy is no measure of it.
+ARITHMETIC = 100
 LIBRARY_COLOURS = {"fuselm": "#0072B2", "tiktoken": "#E69F00", "tokenizers": "#009E73", ALONE: "#56B4E9"}
 
 
 def roofline(rows: Sequence[Row], path: Path, title: str) -> None:
-    """Share of copy speed for each shape and implementation: a panel for each op, pass and dtype."""
-    panels: dict[tuple[str, str, str], list[Row]] = {}
+    """Share of copy speed for each shape and implementation: a panel for each op and pass, with its largest shapes."""
+    panels: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
-        if row["share_of_copy"] is not None:
-            panels.setdefault((row["op"], row["pass"], row["dtype"]), []).append(row)
-    figure, axes = _figure(len(panels))
-    for axis, ((op, which, dtype), members) in zip(axes, panels.items(), strict=False):
-        _bars(axis, members, lambda row: 100 * row["share_of_copy"])
+        if row["share_of_copy"] is not None and row["flops"] <= ARITHMETIC * row["bytes"]:
+            panels.setdefault((row["op"], row["pass"]), []).append(row)
+    shown = {key: _largest(members, MOST_GROUPS) for key, members in panels.items()}
+    widest = max((len({_case_and_dtype(row) for row in members}) for members in shown.values()), default=1)
+    figure, axes = _figure(len(panels), widest)
+    for axis, ((op, which), members) in zip(axes, shown.items(), strict=False):
+        _bars(axis, members, lambda row: 100 * row["share_of_copy"], group=_case_and_dtype)
         axis.axhline(100, color="black", linewidth=0.8, linestyle="--")
-        axis.set_title(f"{op} {which}, {dtype}")
+        left_out = len({_case_and_dtype(row) for row in panels[op, which]} - {_case_and_dtype(row) for row in members})
+        axis.set_title(
+            f"{op} {which}" + (f" (the largest; {left_out} smaller ones are in the record)" * bool(left_out))
+        )
         axis.set_ylabel("% of copy speed")
     figure.suptitle(f"Share of the speed of a copy of the same bytes: {title}")
     _save(figure, path)
@@ -63,13 +79,14 @@ def tokenizer(rows: Sequence[Row], path: Path, title: str) -> None:
     _save(figure, path)
 
 
-def _figure(panels: int) -> tuple[Any, list[Any]]:
+def _figure(panels: int, groups: int = 1) -> tuple[Any, list[Any]]:
     # The object interface with its own canvas: no pyplot, so no global state and no display is looked for.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     count = max(panels, 1)
-    figure = Figure(figsize=(11, 3.4 * count + 0.6), layout="constrained")
+    width = 11 * max(1.0, groups / GROUPS_OF_ORDINARY_WIDTH)
+    figure = Figure(figsize=(width, 3.4 * count + 0.6), layout="constrained")
     FigureCanvasAgg(figure)
     return figure, [figure.add_subplot(count, 1, index + 1) for index in range(count)]
 
@@ -100,6 +117,18 @@ def _bars(
 
 def _case(row: Row) -> str:
     return f"{row['case']}\n{shape_text(row['shape'])}"
+
+
+def _case_and_dtype(row: Row) -> str:
+    """bf16 is what most rows have, and goes without saying."""
+    return _case(row) if row["dtype"] == "bfloat16" else f"{row['case']} {row['dtype']}\n{shape_text(row['shape'])}"
+
+
+def _largest(rows: Sequence[Row], groups: int) -> list[Row]:
+    """The rows of those groups that move most bytes, in the order in which they came."""
+    sizes = {_case_and_dtype(row): row["bytes"] for row in rows}
+    kept = sorted(sizes, key=lambda name: -sizes[name])[:groups]
+    return [row for row in rows if _case_and_dtype(row) in kept]
 
 
 def _task(row: Row) -> str:

@@ -12,32 +12,47 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fuselm.bench.peers import NAMES
-from fuselm.bench.report import Row, shape_text
+from fuselm.bench.peers import FLOORS, NAMES
+from fuselm.bench.plots import ARITHMETIC
+from fuselm.bench.report import LARGE_BYTES, Row, shape_text
 from fuselm.files import write_whole
 
 BEGIN, END = "<!-- roofline:begin -->", "<!-- roofline:end -->"
 RECORD, PICTURE, README = Path("gpu/h200.json"), Path("gpu/roofline.png"), Path("README.md")
 TRAINING, TRAINING_BEGIN, TRAINING_END = Path("gpu/train.json"), "<!-- training:begin -->", "<!-- training:end -->"
-TITLES = {"fused": "fuselm", "torch": "torch", "compile": "torch.compile", "liger": "Liger", "quack": "QuACK"}
+TITLES = {
+    "fused": "fuselm",
+    "torch": "torch",
+    "compile": "torch.compile",
+    "liger": "Liger",
+    "quack": "QuACK",
+    "matmuls": "its matmuls alone",
+}
+# Cases of an op that the table shows: a page is read, a record is looked things up in.
+MOST_CASES = 6
+
+Groups = dict[tuple[str, ...], dict[str, Row]]  # op, pass, case, shape, dtype: a row for each implementation
 
 
 def block(record: Mapping[str, Any]) -> str:
     """The text between the marks, marks included."""
-    present = [name for name in NAMES if any(row["impl"] == name for row in record["rows"])]
+    groups = _groups(record["rows"])
+    copied = {key: members for key, members in groups.items() if not _is_arithmetic(members)}
     return "\n".join(
         [
             BEGIN,
             f"Microseconds and, in brackets, percent of the speed of a plain copy that moves the same bytes, "
             f"{_machine(record)}. L2-cold medians; the copy and every peer are measured in the same run; the fastest "
-            "of a row is bold.",
+            f"of a row is bold. Of each op cases that move {LARGE_BYTES >> 20} MiB or more are shown, {MOST_CASES} at "
+            f"most, of every kind first; all {len(groups)} rows are in {RECORD.as_posix()}.",
             "",
-            *_roofline(record["rows"], present),
+            *_table(_shown(copied), _copy_cell),
             "",
+            *_memory(groups),
             *_decode(record["decode"]),
             f"![Share of copy speed for each shape and implementation]({PICTURE.as_posix()})",
             END,
@@ -111,43 +126,93 @@ def _machine(record: Mapping[str, Any]) -> str:
     return f"{record['gpu']}, {', '.join(parts)}, {record['date']}"
 
 
-def _roofline(rows: Sequence[Row], impls: Sequence[str]) -> list[str]:
-    groups: dict[tuple[str, ...], dict[str, Row]] = {}
+def _groups(rows: Sequence[Row]) -> Groups:
+    groups: Groups = {}
     for row in rows:
         key = (row["op"], row["pass"], row["case"], shape_text(row["shape"]), row["dtype"])
         groups.setdefault(key, {})[row["impl"]] = row
+    return groups
+
+
+def _bytes(members: Mapping[str, Row]) -> int:
+    return max(row["bytes"] for row in members.values())
+
+
+def _is_arithmetic(members: Mapping[str, Row]) -> bool:
+    """Whether arithmetic bounds it, so that a copy is no measure."""
+    return any(row["flops"] > ARITHMETIC * row["bytes"] for row in members.values())
+
+
+def _shown(groups: Groups) -> Groups:
+    """Of each op the cases of which a pass is large: the largest of every kind, then the next largest, in all passes.
+
+    Sizes count in MiB: a weight must not decide between two cases of one size; the record's order does.
+    """
+    sizes: dict[tuple[str, ...], int] = {}
+    for (op, _, *case), members in groups.items():
+        sizes[op, *case] = max(sizes.get((op, *case), 0), _bytes(members) >> 20)
+    chosen: set[tuple[str, ...]] = set()
+    for op in dict.fromkeys(key[0] for key in sizes):
+        large = [key for key, size in sizes.items() if key[0] == op and size >= LARGE_BYTES >> 20]
+        large.sort(key=lambda key: -sizes[key])
+        kinds = {(case, dtype): (name, case, shape, dtype) for name, case, shape, dtype in reversed(large)}
+        first = [key for key in large if key in kinds.values()]
+        chosen.update([*first, *(key for key in large if key not in first)][:MOST_CASES])
+    return {key: members for key, members in groups.items() if (key[0], *key[2:]) in chosen}
+
+
+def _table(groups: Groups, cell: Callable[[Row], str]) -> list[str]:
+    """A line for each group and a column for each implementation that has a row, the fastest bold; floors are none."""
+    present = [name for name in NAMES if any(name in members for members in groups.values())]
     lines = [
-        "| op | pass | case | shape | dtype | " + " | ".join(TITLES[name] for name in impls) + " |",
-        "|---|---|---|---|---|" + "---:|" * len(impls),
+        "| op | pass | case | shape | dtype | " + " | ".join(TITLES[name] for name in present) + " |",
+        "|---|---|---|---|---|" + "---:|" * len(present),
     ]
     for names, members in groups.items():
-        lines.append(f"| {' | '.join(names)} | {' | '.join(_cells(members, impls))} |")
+        best = min((row["gpu_us"] for name, row in members.items() if name not in FLOORS), default=None)
+        cells = [
+            "" if row is None else f"{_bold(row['gpu_us'], name not in FLOORS and row['gpu_us'] == best)}{cell(row)}"
+            for name, row in ((name, members.get(name)) for name in present)
+        ]
+        lines.append(f"| {' | '.join(names)} | {' | '.join(cells)} |")
     return lines
 
 
-def _cells(members: Mapping[str, Row], impls: Sequence[str]) -> list[str]:
-    """Microseconds and, where there was a copy to compare with, percent of its speed; the fastest bold."""
-    best = min(row["gpu_us"] for row in members.values())
-    cells = []
-    for name in impls:
-        row = members.get(name)
-        if row is None:
-            cells.append("")
-            continue
-        share = "" if row["share_of_copy"] is None else f" ({100 * row['share_of_copy']:.0f})"
-        cells.append(f"**{row['gpu_us']:.1f}**{share}" if row["gpu_us"] == best else f"{row['gpu_us']:.1f}{share}")
-    return cells
+def _bold(us: float, fastest: bool) -> str:
+    return f"**{us:.1f}**" if fastest else f"{us:.1f}"
+
+
+def _copy_cell(row: Row) -> str:
+    return "" if row["share_of_copy"] is None else f" ({100 * row['share_of_copy']:.0f})"
+
+
+def _memory_cell(row: Row) -> str:
+    return "" if row.get("extra_bytes") is None else f" ({row['extra_bytes'] / 2**20:.0f})"
+
+
+def _memory(groups: Groups) -> list[str]:
+    """The ops that matmuls bound: beside those, and with the memory that they take."""
+    bound = {key: members for key, members in groups.items() if _is_arithmetic(members)}
+    if not bound:
+        return []
+    words = (
+        "A copy is no measure of what is bound by arithmetic. Microseconds and, in brackets, MiB at the peak beyond "
+        "inputs, results and gradients:"
+    )
+    return [words, "", *_table(bound, _memory_cell), ""]
 
 
 def _decode(rows: Sequence[Row]) -> list[str]:
-    """One sentence for each decode shape: latency of a small call inside a CUDA graph."""
-    groups: dict[tuple[str, str], list[Row]] = {}
+    """One sentence for each op's first, and smallest, decode shape: latency of a small call inside a CUDA graph."""
+    groups: dict[str, list[Row]] = {}
     for row in rows:
-        groups.setdefault((row["op"], shape_text(row["shape"])), []).append(row)
+        members = groups.setdefault(row["op"], [])
+        members += [row] if not members or row["shape"] == members[0]["shape"] else []
     lines = []
-    for (op, shape), members in groups.items():
+    for op, members in groups.items():
         times = ", ".join(f"{TITLES[row['impl']]} {row['p50_us']:.2f}" for row in members)
-        lines.append(f"- {op} {shape} in a CUDA graph, µs: {times}; an empty kernel {members[0]['empty_us']:.2f}.")
+        shape, empty = shape_text(members[0]["shape"]), members[0]["empty_us"]
+        lines.append(f"- {op} {shape} in a CUDA graph, µs: {times}; an empty kernel {empty:.2f}.")
     return [*lines, ""] if lines else []
 
 

@@ -21,6 +21,7 @@ Row = dict[str, Any]
 
 # A row of `rows`. Times are microseconds on `device`, which is "cpu" or a GPU's name: on a CPU, gpu_us is the clock's
 # time of a call. Errors are relative to the rms of the float64 truth, the worst tensor counting; None: not compared.
+# extra_bytes is what a pass "both" holds at its peak on a GPU beyond inputs, loss and gradients; None elsewhere.
 ROW_FIELDS = (
     "op",
     "pass",
@@ -43,7 +44,10 @@ ROW_FIELDS = (
     "reference_error",
     "reference_rms_error",
     "graph",
+    "extra_bytes",
 )
+# What a pass must move at least for its row to count as large: there the launch no longer shows.
+LARGE_BYTES = 256 << 20
 # A row of `decode`: p50_us.. inside a CUDA graph, sync_p50_us.. called one by one with a wait after each.
 DECODE_FIELDS = (
     "op",

@@ -24,16 +24,24 @@ def small_cases(op: OpSpec) -> list[Case]:
 
 
 def run_case(op: OpSpec, case: Case, device: str) -> None:
-    """One forward and one backward."""
+    """One forward and two backwards over it, an op being free to do the second otherwise; in place too, if it can."""
+    import inspect
+
     import torch
 
     from fuselm import ops as public
     from fuselm.bench.tensors import as_tuple, make_cotangents, make_inputs
 
+    function = getattr(public, op.name)
     tensors = make_inputs(op, case, device, grad=True)
-    outputs = as_tuple(getattr(public, op.name)(**tensors, **case.options))
     wanted = [tensor for tensor in tensors.values() if tensor.requires_grad]
-    torch.autograd.grad(outputs, wanted, make_cotangents(outputs, case))
+    outputs = as_tuple(function(**tensors, **case.options))
+    for keep in (True, False):
+        torch.autograd.grad(outputs, wanted, make_cotangents(outputs, case), retain_graph=keep)
+    if "inplace" in inspect.signature(function).parameters and "inplace" not in case.options:
+        copies = {name: tensor.clone() for name, tensor in tensors.items()}  # a leaf cannot be written over
+        outputs = as_tuple(function(**copies, **case.options, inplace=True))
+        torch.autograd.grad(outputs, wanted, make_cotangents(outputs, case))
     if device == "cuda":
         torch.cuda.synchronize()
 

@@ -23,11 +23,12 @@ HOST_ELEMENTS = 1 << 20
 def make_inputs(op: OpSpec, case: Case, device: str | torch.device, *, grad: bool = False) -> dict[str, Tensor]:
     """Every tensor argument of a case by name; with `grad`, leaves that want a gradient where they have one."""
     generator = _generator(case, device)
+    with_rows = op.row_inputs(case)
     made = {}
     for name, spec in op.inputs(case).items():
         values = _values(spec, generator)
-        # The layout is that of the main input, and of whatever has its shape.
-        tensor = lay_out(values, case.layout if spec.shape == case.shape else "contiguous", device)
+        # The layout is that of the main input, and of whatever has its rows.
+        tensor = lay_out(values, case.layout if name in with_rows else "contiguous", device)
         made[name] = tensor.requires_grad_(grad and spec.differentiable)
     return made
 
@@ -48,7 +49,7 @@ def as_tuple(result: Any) -> tuple[Tensor, ...]:
 
 def lay_out(values: Tensor, layout: str, device: str | torch.device) -> Tensor:
     """The same values on the device, lying in memory as asked; only copies reach the device, no kernel runs."""
-    if layout == "contiguous":
+    if layout == "contiguous" or values.dim() == 0:
         return values.to(device)
     if layout == "strided":  # rows further apart than they are long
         base = torch.zeros(*values.shape[:-1], values.shape[-1] + 8, dtype=values.dtype)
@@ -61,8 +62,11 @@ def lay_out(values: Tensor, layout: str, device: str | torch.device) -> Tensor:
     if layout == "offset":  # the first element is not where a vector load may start
         flat = torch.cat([torch.zeros(1, dtype=values.dtype), values.reshape(-1)])
         return flat.to(device)[1:].view(values.shape)
-    if layout == "transposed":  # two dimensions before the last have changed places
-        return values.transpose(-2, -3).contiguous().to(device).transpose(-2, -3)
+    if layout == "transposed":  # two dimensions before the last have changed places; of a matrix, both
+        if values.dim() < 2:
+            return values.to(device)
+        first, second = (-3, -2) if values.dim() > 2 else (-2, -1)
+        return values.transpose(first, second).contiguous().to(device).transpose(first, second)
     raise ValueError(f"A layout is contiguous, strided, columns, offset or transposed; got {layout!r}.")
 
 
@@ -72,5 +76,8 @@ def _generator(case: Case, device: str | torch.device, seed: int = 0) -> torch.G
 
 
 def _values(spec: InputSpec, generator: torch.Generator) -> Tensor:
+    if spec.integers is not None:
+        dtype = getattr(torch, spec.dtype)
+        return torch.randint(*spec.integers, spec.shape, generator=generator, device=generator.device, dtype=dtype)
     drawn = torch.randn(spec.shape, generator=generator, device=generator.device)
     return drawn.mul_(spec.scale).add_(spec.mean).to(getattr(torch, spec.dtype))

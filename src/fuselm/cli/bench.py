@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from fuselm.bench.kernels import Plan
     from fuselm.bench.report import Results
 
+# The names of bench/peers.py, which imports torch: the help must not wait for that. A test holds them together.
+IMPLS = ("fused", "torch", "compile", "liger", "quack", "matmuls")
+
 app = typer.Typer(no_args_is_help=True, help="Measure the kernels and the tokenizer on this machine.")
 
 KERNELS_HELP = """Time every op against its peers and against a copy of the same bytes.
@@ -59,7 +62,7 @@ def kernels(
     out: Annotated[Path, typer.Option(help="Folder to write into; made when it is not there.")] = Path("results"),
     impl: Annotated[
         str,
-        typer.Option(help="Which of fused, torch, compile, liger, quack. Default: all on a GPU, fused,torch on a CPU."),
+        typer.Option(help=f"Which of {', '.join(IMPLS)}. Default: all on a GPU, {', '.join(IMPLS[:2])} on a CPU."),
     ] = "",
     containing: Annotated[
         str,

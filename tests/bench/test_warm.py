@@ -1,0 +1,116 @@
+"""Warming: every case once, over all processes; failures told and survived; few heavy ones at a time."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fuselm.bench import peers, warm
+from fuselm.bench.processes import Ended, Job
+from fuselm.kernels.spec import Case, ops
+
+NORM, LOSS = ops()["rms_norm"], ops()["cross_entropy"]
+SMALL = Case("", (4, 8), "float32", {}, {"weight": "float32"})
+
+
+def test_every_case_of_the_bench_is_compiled_and_decode_shapes_on_a_gpu() -> None:
+    names = list(ops())
+    found = warm.steps(names, "cuda")
+    for op in ops().values():
+        assert [case for other, case, _ in found if other is op].count(op.bench_cases[0]) == 1
+        passes = {case: passes for other, case, passes in map(_hashable, found) if other is op}
+        assert len(passes) == len(op.bench_cases) + len(op.decode_cases)
+    assert len(warm.steps(names, "cpu")) < len(found)
+
+
+def _hashable(step: warm.Step) -> tuple[Any, str, tuple[str, ...]]:
+    return step[0], repr(step[1]), step[2]
+
+
+def test_each_pass_is_called_once_with_the_inputs_of_the_bench(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[bool, bool]] = []
+
+    def noting(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        seen.append((torch.is_grad_enabled(), x.requires_grad))
+        return x * weight
+
+    offered = {"compile": peers.Peer(noting), "liger": peers.Peer(None, "not installed")}
+    monkeypatch.setattr(peers, "implementations", lambda *arguments: offered)
+    assert warm.warm((NORM, SMALL, NORM.passes), "cpu") == []
+    assert seen == [(False, False), (True, True)]
+
+
+def test_a_failure_is_told_and_the_rest_goes_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def broken(**given: Any) -> None:
+        raise RuntimeError("no kernel\nand a long trace")
+
+    step = (NORM, SMALL, NORM.passes)
+    monkeypatch.setattr(peers, "implementations", lambda *arguments: {"compile": peers.Peer(broken)})
+    assert warm.warm(step, "cpu") == [f"compile {which}: RuntimeError: no kernel" for which in NORM.passes]
+    monkeypatch.setattr(warm, "steps", lambda *arguments: [step, (NORM, Case("", ()), NORM.passes), step])
+    warm.work(["rms_norm"], "cpu", 0, 1, tmp_path)
+    printed = capsys.readouterr().out
+    assert printed.count("no kernel") == 4
+    assert printed.count(" s  rms_norm") == 3
+
+
+def test_processes_share_the_cases_and_one_that_fails_ends_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    started: list[list[str]] = []
+
+    def run_all(jobs: dict[str, Job], deadline: float, at_once: int) -> dict[str, Ended]:
+        started.extend(list(job.command) for job in jobs.values())
+        return {name: Ended(index, "", 0.0, True) for index, name in enumerate(jobs)}
+
+    monkeypatch.setattr(warm, "run_all", run_all)
+    warm.main(["--ops", "rms_norm", "--jobs", "3"])
+    assert [command[command.index("--part") + 1] for command in started] == ["0", "1", "2"]
+    assert "3 processes, 2 of which failed" in capsys.readouterr().out
+    found = warm.steps(["rms_norm"], "cuda")
+    shares = [found[part::3] for part in range(3)]
+    assert sorted(repr(step) for share in shares for step in share) == sorted(map(repr, found))
+
+
+def test_large_tensors_and_matmuls_are_heavy() -> None:
+    logits = Case("", (8192, 131072), "bfloat16", {}, {"targets": "int64"}, row_wise=False)
+    assert warm.is_heavy((LOSS, logits, LOSS.passes))
+    assert not warm.is_heavy((NORM, SMALL, NORM.passes))
+    head = ops()["linear_cross_entropy"]
+    assert warm.is_heavy((head, head.bench_cases[0], head.passes))
+
+
+def test_only_so_many_have_a_turn_at_a_time(tmp_path: Path) -> None:
+    entered, leave = threading.Semaphore(0), threading.Semaphore(0)
+
+    def hold() -> None:
+        with warm.turn(tmp_path, 2):
+            entered.release()
+            leave.acquire(timeout=30)
+
+    held = [threading.Thread(target=hold) for _ in range(3)]
+    for thread in held:
+        thread.start()
+    assert entered.acquire(timeout=30)
+    assert entered.acquire(timeout=30)
+    assert not entered.acquire(timeout=0.3)  # the third waits
+    leave.release()
+    assert entered.acquire(timeout=30)
+    leave.release(2)
+    for thread in held:
+        thread.join(30)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"), [(["--ops", "rms_nrom"], "no op 'rms_nrom'"), (["--jobs", "0"], "at least 1")]
+)
+def test_wrong_options_are_refused(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        warm.main(arguments)
+    assert says in capsys.readouterr().err
