@@ -307,15 +307,14 @@ def _plain_forward(
     scalars = (ignore_index, label_smoothing, z_loss, softcap)
     _check_raw(logits, targets, *scalars)
     t = _capped(logits, softcap)
-    top = t.amax(-1)
-    # Losses from the distances to the largest logit, which are smaller numbers than the lse and so rounded less.
-    below = t - top[..., None]
-    log_sum = torch.exp(below).sum(-1).log()
-    lse = top + log_sum
+    # One pass, and from the distances to the largest logit: smaller numbers than the lse, and so rounded less.
+    log_shares = torch.log_softmax(t, dim=-1)
     counts, inside = _counting(targets, logits.shape[-1], ignore_index)
-    losses = log_sum - (1 - label_smoothing) * below.gather(-1, inside[..., None])[..., 0]
+    at_target = log_shares.gather(-1, inside[..., None])[..., 0]
+    lse = t.gather(-1, inside[..., None])[..., 0] - at_target
+    losses = (label_smoothing - 1) * at_target
     if label_smoothing:
-        losses = losses - label_smoothing * below.mean(-1)
+        losses = losses - label_smoothing * log_shares.mean(-1)
     if z_loss:
         losses = losses + z_loss * lse.square()
     losses = torch.where(counts, losses, 0.0)
