@@ -22,7 +22,7 @@ from fuselm.kernels import linear_cross_entropy as contract
 from fuselm.kernels import torch_ops
 from fuselm.kernels.spec import RefusedInput, Tolerance
 from fuselm.kernels.torch_ops import cross_entropy as rows_loss
-from fuselm.kernels.torch_ops.linear_cross_entropy import linear_cross_entropy_reference
+from fuselm.kernels.torch_ops.linear_cross_entropy import _is_plain, linear_cross_entropy_reference
 from tests.kernels.arrays import assert_within_rule, float64, to_numpy
 from tests.kernels.problems import DEVICES, all_numpy, op_of, problem_of, reference_of, run, solve
 
@@ -57,6 +57,43 @@ def exact(given: dict[str, Any], dloss: float = 1.0, **options: Any) -> dict[str
     inputs = {name: to_numpy(tensor) for name, tensor in given.items()}
     made = contract.oracle_backward(np, float64(inputs), {"loss": np.float64(dloss)}, options)
     return {name: torch.from_numpy(array) for name, array in made.items()}
+
+
+@on_each_device
+@pytest.mark.parametrize(
+    "options", [{}, {"reduction": "sum", "label_smoothing": 0.1, "z_loss": 1e-4}, {"softcap": 5.0}]
+)
+def test_without_gradients_a_small_head_is_a_matmul_and_a_loss(device: str, options: dict[str, Any]) -> None:
+    given = {name: tensor.detach() for name, tensor in head(6, 16, 24, device=device).items()}
+    assert _is_plain(**given, bias=None)
+    found = ops.linear_cross_entropy(**given, **options)
+    blocks = ops.linear_cross_entropy(**given, **options, max_bytes=4 * 24 * 2)  # blocks of two rows
+    plain = ops.cross_entropy(torch.nn.functional.linear(given["hidden"], given["weight"]), given["targets"], **options)
+    assert found.item() == plain.item()
+    torch.testing.assert_close(found, blocks, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"targets": torch.zeros(3, 2, dtype=torch.long)},
+        {"weight": torch.zeros(24, 15)},
+        {"bias": torch.zeros(1)},
+        {"bias": torch.zeros(6, 24)},
+        {"hidden": torch.zeros(6, 0), "weight": torch.zeros(24, 0)},
+        {"label_smoothing": torch.tensor(0.1)},
+        {"z_loss": np.float32(0.1)},
+        {"reduction": "average"},
+    ],
+    ids=lambda wrong: " ".join(wrong),
+)
+def test_a_small_head_is_refused_with_the_same_words(wrong: dict[str, Any]) -> None:
+    given = {name: tensor.detach() for name, tensor in head(6, 16, 24).items()} | wrong
+    with pytest.raises(RefusedInput) as small:
+        ops.linear_cross_entropy(**given)
+    with pytest.raises(RefusedInput) as large:
+        ops.linear_cross_entropy(**given, max_bytes=1000)
+    assert str(small.value) == str(large.value)
 
 
 # ---- blocks --------------------------------------------------------------------------------------------------------

@@ -113,6 +113,15 @@ def test_large_numbers_stay_finite(device: str) -> None:
 
 # ---- masks ----------------------------------------------------------------------------------------------------------
 
+
+def test_cases_have_the_masks_they_name() -> None:
+    shapes = {case.name: contract.mask_shape(case) for case in (*contract.CASES, *contract.BENCH_CASES)}
+    assert shapes["mask of keys"] == (3, 1, 1, 64)
+    assert shapes["mask for all heads"] == (1, 1, 8, 72)
+    assert shapes["mask"] == (4, 1, 1, 1024)
+    assert shapes["plain"] == ()
+
+
 SHAPE = (3, 2, 5, 24)
 MASK_SHAPES = [(24,), (1,), (), (5, 1), (1, 1, 5, 24), (3, 1, 1, 24), (2, 5, 24), (3, 2, 5, 1), (1, 2, 1, 24), SHAPE]
 over_masks = pytest.mark.parametrize("mask_shape", MASK_SHAPES, ids=str)

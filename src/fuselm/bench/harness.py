@@ -34,6 +34,8 @@ SPIN_CYCLES = 2_000_000
 # How long the GPU may need for one batch of calls whose host time is taken.
 BATCH_GPU_US = 20_000
 DECODE_CALLS, DECODE_REPLAYS, SYNC_CALLS = 50, 200, 300
+# How long a GPU that has idled is kept busy before its first figure, which would be up to a tenth slower.
+SPIN_UP_SECONDS = 0.1
 
 COPY_GRAIN = 2**19  # elements of bf16 in a MiB
 
@@ -68,6 +70,7 @@ class Timer:
         self.device = torch.device(device)
         self.on_gpu = self.device.type == "cuda"
         self._copies: dict[int, Timing] = {}
+        self._spun_up = False
         if self.on_gpu:
             self.stream = torch.cuda.Stream(self.device)
             l2 = getattr(torch.cuda.get_device_properties(self.device), "L2_cache_size", 0)
@@ -90,6 +93,7 @@ class Timer:
             samples = self._cpu_samples(fn)
             return _timing(samples, graph=False)
         with self.lane():
+            self._spin_up()
             self._warm_up(fn)
             graph = self._capture(fn, calls=1) if capture else None
             samples = self._cold_samples(fn if graph is None else graph.replay, spin=graph is None)
@@ -174,6 +178,13 @@ class Timer:
         gc.collect()
         if self.on_gpu:
             torch.cuda.empty_cache()
+
+    def _spin_up(self) -> None:
+        start = time.perf_counter()
+        while not self._spun_up and time.perf_counter() - start < SPIN_UP_SECONDS:
+            self._flush.zero_()
+            self.synchronize()
+        self._spun_up = True
 
     def _warm_up(self, fn: Call) -> None:
         start = time.perf_counter()

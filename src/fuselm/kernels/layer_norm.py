@@ -135,6 +135,8 @@ CASES = (
     _case("no rows, residual", (2, 0, 256), F32, F32, F32, F32),
     _affine("three dimensions", (2, 3, 512), F32, eps=1e-6),
     _case("fp32 weight and bias", (6, 1024), BF16, F32, F32),
+    _case("fp32 bias, bf16 rows", (6, 1024), BF16, BF16, F32),
+    _case("bf16 bias, fp32 rows", (6, 1024), F32, F32, BF16),
     _case("bf16 weight and bias, fp32 rows", (6, 1024), F32, BF16, BF16),
     _case("fp16 weight, fp32 bias, bf16 rows", (6, 200), BF16, F16, F32),
     ShiftedCase("mean 100", (8, 1000), F32, {}, {"weight": F32, "bias": F32}),

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from fuselm.kernels.spec import (
@@ -113,7 +113,7 @@ def oracle_backward(xp: Any, inputs: Arrays, cotangents: Arrays, options: Mappin
 class SoftmaxCase(Case):
     """A case that says which of x's dimensions its mask has: "11TS" has the last two of four, "S" is a vector."""
 
-    mask: str = ""
+    mask: str = field(default="", kw_only=True)
 
 
 def mask_shape(case: Case) -> tuple[int, ...]:
@@ -153,7 +153,7 @@ def _case(name: str, shape: tuple[int, ...], dtype: str, mask: str = "", mask_dt
     layout, huge = more.pop("layout", "contiguous"), more.pop("huge", False)
     tensors = {"mask": mask_dtype or dtype} if mask else {}
     row_wise = not mask and not more.get("causal", False)
-    return SoftmaxCase(name, shape, dtype, more, tensors, layout, huge, row_wise, mask)
+    return SoftmaxCase(name, shape, dtype, more, tensors, layout, huge, row_wise, mask=mask)
 
 
 CASES = (

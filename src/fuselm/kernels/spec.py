@@ -65,7 +65,9 @@ class Case:
     layout: str = "contiguous"  # or strided, offset, transposed, columns: see tests/kernels/arrays.py
     huge: bool = False  # more than 2^31 elements: a GPU, and only rows around the boundary are checked
     row_wise: bool = True  # False where a row's result depends on other rows: a mean over them, a causal mask
-    draw: str = ""  # a word of the op's own for how `inputs` draws this case's numbers
+    # A word of the op's own for how `inputs` draws this case's numbers. By name only, as what subclasses add: a value
+    # meant for them would land here.
+    draw: str = field(default="", kw_only=True)
 
     @property
     def size(self) -> int:

@@ -10,8 +10,6 @@ It is made of other ops, so that the same code runs on every device; linear_cros
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -22,11 +20,12 @@ from fuselm.kernels import linear_cross_entropy as contract
 from fuselm.kernels.spec import refuse
 from fuselm.kernels.torch_ops import cross_entropy as rows_loss
 from fuselm.kernels.torch_ops import info, is_transformed, load_cuda, refuse_second_gradient, register
+from fuselm.kernels.torch_ops.blocks import DBIAS, DHIDDEN, DWEIGHT, Blocks, Gradients, sum_dtype
 
-# Masks of wanted outputs, for (loss, losses, lse, dhidden, dweight, dbias) and (dhidden, dweight, dbias).
+# So many losses at most are added up in fp32, by the loss itself; more in float64.
+FEW_LOSSES = 1 << 14
+# Mask of wanted outputs, for (loss, losses, lse, dhidden, dweight, dbias); the last three as in blocks.py.
 _LOSS, _LOSSES, _LSE, _GRADIENTS = 1, 2, 4, 8
-_DHIDDEN, _DWEIGHT, _DBIAS = 1, 2, 4
-Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
 def linear_cross_entropy(
@@ -50,8 +49,18 @@ def linear_cross_entropy(
     differentiation the plain formula runs, all logits at once.
     """
     options = (ignore_index, label_smoothing, z_loss, softcap, reduction, max_bytes)
-    contract.check_options(*options)
     compiling = torch.compiler.is_compiling()
+    try:
+        usual = max_bytes is None and type(label_smoothing) is type(z_loss) is float and not compiling
+        if usual and _is_plain(hidden, weight, targets, bias):
+            more: dict[str, Any] = {"softcap": softcap, "reduction": reduction}
+            logits = F.linear(hidden, weight, bias)
+            return rows_loss.cross_entropy(
+                logits, targets, ignore_index=ignore_index, label_smoothing=label_smoothing, z_loss=z_loss, **more
+            )
+    except (RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError, OverflowError):
+        pass  # the checks below have the words
+    contract.check_options(*options)
     if not compiling:
         _check(hidden, weight, targets, bias, options)
         if is_transformed():
@@ -64,8 +73,8 @@ def linear_cross_entropy(
     limit = contract.DEFAULT_MAX_BYTES if max_bytes is None else max_bytes
     wanted = 0
     if torch.is_grad_enabled():
-        wanted = (_DHIDDEN if hidden.requires_grad else 0) | (_DWEIGHT if weight.requires_grad else 0)
-        wanted |= _DBIAS if bias is not None and bias.requires_grad else 0
+        wanted = (DHIDDEN if hidden.requires_grad else 0) | (DWEIGHT if weight.requires_grad else 0)
+        wanted |= DBIAS if bias is not None and bias.requires_grad else 0
     if reduction == "none":
         if wanted:
             return _Losses.apply(hidden, weight, targets, bias, wanted, limit, *scalars)
@@ -74,6 +83,32 @@ def linear_cross_entropy(
         return _forward(hidden, weight, targets, bias, *scalars, reduction == "mean", limit, _LOSS)[0]
     function = _LossTraced if compiling else _Loss
     return function.apply(hidden, weight, targets, bias, wanted, limit, *scalars, reduction == "mean")
+
+
+def _is_plain(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None) -> bool:
+    """Whether a matmul and a loss are all there is to do: no gradient, no conversion, no block but one.
+
+    It is the call of a small evaluation, where blocks would cost several times the host time of the two.
+    """
+    dtype, vocabulary = hidden.dtype, weight.shape[0]
+    return (
+        not (torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad))
+        and (bias is None or (bias.dtype == dtype and bias.shape == weight.shape[:1] and not bias.requires_grad))
+        and weight.dtype == dtype
+        and (dtype == torch.float32 or (dtype == torch.bfloat16 and hidden.is_cuda))
+        and targets.shape == hidden.shape[:-1]
+        and 0 < targets.numel() * vocabulary * dtype.itemsize <= contract.DEFAULT_MAX_BYTES
+        and hidden.numel() > 0
+        and targets.numel() <= FEW_LOSSES
+        and vocabulary % 8 == 0
+        and hidden.data_ptr() % 16 == 0
+        and weight.data_ptr() % 16 == 0
+        and hidden.is_contiguous()
+        and weight.is_contiguous()
+        and not torch.is_autocast_enabled(hidden.device.type)
+        and not torch.is_anomaly_enabled()
+        and not is_transformed()
+    )
 
 
 def linear_cross_entropy_reference(
@@ -228,98 +263,7 @@ def _per_argument(gradients: list[Tensor | None], options: tuple[Any, ...]) -> t
     return dhidden, dweight, None, dbias, None, *(None for _ in options)
 
 
-# ---- blocks of rows ------------------------------------------------------------------------------------------------
-
-
-class _Blocks:
-    """One call's tensors, flat and in hidden's dtype; one block's logits at a time; and the sums over blocks.
-
-    `wanted` are the gradients to be made, `held` how many arrays of a block's size are there at once.
-    """
-
-    def __init__(
-        self,
-        hidden: Tensor,
-        weight: Tensor,
-        targets: Tensor,
-        bias: Tensor | None,
-        max_bytes: int,
-        wanted: int,
-        held: int = 1,
-    ) -> None:
-        vocabulary, width = weight.shape
-        self.hidden = _aligned(hidden.reshape(-1, width))  # [M, D]
-        self.weight = _aligned(weight.to(hidden.dtype))  # [V, D]
-        self.bias = None if bias is None else bias.to(hidden.dtype)
-        self.targets = targets.reshape(-1).contiguous()  # [M]
-        rows = len(self.targets)
-        self.size = contract.block_rows(rows, vocabulary, held * hidden.element_size(), max_bytes)
-        # Rows begin at multiples of 16 bytes, as the loads of tensor cores want it, also where the vocabulary is odd.
-        self.workspace = hidden.new_empty(self.size, math.ceil(vocabulary / 8) * 8)[:, :vocabulary]
-        self.dhidden = hidden.new_empty(self.hidden.shape) if wanted & _DHIDDEN else None
-        self.dweight = self.dbias = None
-        self.dweight_dtype = _sum_dtype(hidden, weight)
-        if wanted & _DWEIGHT:
-            # Blocks are best added up in fp32, and so is one alone: cuBLAS may add up parts of a 16-bit product in 16
-            # bits. Of a large 16-bit weight that would take more memory than the logits may: there each block's sum is
-            # rounded to the gradient's own dtype, as in a step of several micro-batches.
-            dtype = torch.float32 if 4 * weight.numel() <= max_bytes else self.dweight_dtype
-            self.dweight = weight.new_empty(weight.shape, dtype=dtype) if rows else weight.new_zeros(weight.shape)
-        if wanted & _DBIAS:
-            self.dbias = weight.new_zeros(vocabulary, dtype=torch.float32)
-
-    def __iter__(self) -> Iterator[slice]:
-        for start in range(0, len(self.targets), self.size):
-            yield slice(start, min(start + self.size, len(self.targets)))
-
-    def logits(self, block: slice) -> Tensor:
-        """Those of the rows of a block, [rows, V], in memory that the next block's will take."""
-        rows = self.hidden[block]
-        out = self.workspace[: len(rows)]
-        _multiply(rows, self.weight.t(), out, self.bias)
-        return out
-
-    def add(self, block: slice, dlogits: Tensor) -> None:
-        """Carry the gradients of a block's logits on."""
-        if self.dhidden is not None:
-            _multiply(dlogits, self.weight, self.dhidden[block])
-        if self.dweight is not None:
-            _multiply(dlogits.t(), self.hidden[block], self.dweight, self.dweight if block.start else None)
-        if self.dbias is not None:
-            self.dbias += dlogits.sum(0, dtype=torch.float32)
-
-    def gradients(self, shape: torch.Size) -> Gradients:
-        """dhidden of hidden's shape, dweight and dbias."""
-        dhidden = None if self.dhidden is None else self.dhidden.view(shape)
-        dweight = None if self.dweight is None else self.dweight.to(self.dweight_dtype)
-        return dhidden, dweight, self.dbias
-
-
-def _sum_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
-    """What a gradient of the weight leaves the raw ops in: bf16 among bf16, which has fp32's range, else fp32.
-
-    An fp16 sum over many rows could overflow before backward divides it by their number.
-    """
-    return torch.bfloat16 if hidden.dtype == weight.dtype == torch.bfloat16 else torch.float32
-
-
-def _aligned(matrix: Tensor) -> Tensor:
-    """Contiguous, from a multiple of 16 bytes on: elsewhere a matmul may take another kernel and round differently."""
-    matrix = matrix.contiguous()
-    return matrix if matrix.device.type == "meta" or matrix.data_ptr() % 16 == 0 else matrix.clone()
-
-
-def _multiply(a: Tensor, b: Tensor, out: Tensor, plus: Tensor | None = None) -> None:
-    """out = a @ b + plus, summed in fp32 and rounded to out's dtype; plus may be out itself."""
-    if a.dtype == torch.float32 or a.device.type in ("cuda", "meta"):
-        more: dict[str, Any] = {} if out.dtype == a.dtype else {"out_dtype": out.dtype}
-        if plus is None:
-            torch.mm(a, b, out=out, **more)
-        else:
-            torch.addmm(plus, a, b, out=out, **more)
-        return
-    product = a.float() @ b.float()  # not every CPU multiplies 16 bits, and none returns fp32 from them
-    out.copy_(product if plus is None else product.add_(plus))
+# ---- numbers -------------------------------------------------------------------------------------------------------
 
 
 def _count(targets: Tensor, ignore_index: int, vocabulary: int) -> Tensor:
@@ -368,7 +312,7 @@ def _plain_forward(
     scalars = (ignore_index, label_smoothing, z_loss, softcap)
     wanted = outputs // _GRADIENTS
     with _ready(hidden):
-        blocks = _Blocks(hidden, weight, targets, bias, max_bytes, wanted)
+        blocks = Blocks(hidden, weight, targets, bias, max_bytes, wanted)
         count = _count(blocks.targets, ignore_index, weight.shape[0]) if mean else None
         divisor = count
         if count is not None and hidden.dtype == torch.float16:
@@ -414,9 +358,9 @@ def _fake_forward(
 
 
 def _fake_gradients(hidden: Tensor, weight: Tensor, wanted: int) -> Gradients:
-    dweight = weight.new_empty(weight.shape, dtype=_sum_dtype(hidden, weight)) if wanted & _DWEIGHT else None
-    dbias = weight.new_empty(weight.shape[:1], dtype=torch.float32) if wanted & _DBIAS else None
-    return hidden.new_empty(hidden.shape) if wanted & _DHIDDEN else None, dweight, dbias
+    dweight = weight.new_empty(weight.shape, dtype=sum_dtype(hidden, weight)) if wanted & DWEIGHT else None
+    dbias = weight.new_empty(weight.shape[:1], dtype=torch.float32) if wanted & DBIAS else None
+    return hidden.new_empty(hidden.shape) if wanted & DHIDDEN else None, dweight, dbias
 
 
 @torch.no_grad()
@@ -436,7 +380,7 @@ def _plain_backward(
 ) -> Gradients:
     scalars = (ignore_index, label_smoothing, z_loss, softcap)
     with _ready(hidden):
-        blocks = _Blocks(hidden, weight, targets, bias, max_bytes, outputs, held=2)  # logits and their gradients
+        blocks = Blocks(hidden, weight, targets, bias, max_bytes, outputs, held=2)  # logits and their gradients
         flat_lse, flat_dloss = lse.reshape(-1), dloss.reshape(-1).contiguous()  # [M]
         for block in blocks:
             given = (blocks.logits(block), blocks.targets[block], flat_lse[block], flat_dloss[block], None)

@@ -1,0 +1,115 @@
+"""The logits of a head a block of rows at a time, and the sums over blocks: what linear_cross_entropy.py is made of.
+
+Knows torch's matmul and how much memory may be held; nothing of losses.
+
+    blocks = Blocks(hidden, weight, targets, bias, max_bytes, DHIDDEN | DWEIGHT)
+    for block in blocks:
+        logits = blocks.logits(block)           # in memory that the next block's will take
+        blocks.add(block, dlogits)
+    dhidden, dweight, dbias = blocks.gradients(hidden.shape)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fuselm.kernels import linear_cross_entropy as contract
+
+DHIDDEN, DWEIGHT, DBIAS = 1, 2, 4  # mask of gradients
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
+
+
+class Blocks:
+    """One call's tensors, flat and in hidden's dtype; one block's logits at a time; and the sums over blocks.
+
+    `wanted` are the gradients to be made, `held` how many arrays of a block's size are there at once.
+    """
+
+    def __init__(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        bias: Tensor | None,
+        max_bytes: int,
+        wanted: int,
+        held: int = 1,
+    ) -> None:
+        vocabulary, width = weight.shape
+        self.hidden = _aligned(hidden.reshape(-1, width))  # [M, D]
+        self.weight = _aligned(weight.to(hidden.dtype))  # [V, D]
+        self.bias = None if bias is None else bias.to(hidden.dtype)
+        self.targets = targets.reshape(-1).contiguous()  # [M]
+        rows = len(self.targets)
+        self.size = contract.block_rows(rows, vocabulary, held * hidden.element_size(), max_bytes)
+        # Rows begin at multiples of 16 bytes, as the loads of tensor cores want it, also where the vocabulary is odd.
+        self.workspace = hidden.new_empty(self.size, math.ceil(vocabulary / 8) * 8)[:, :vocabulary]
+        self.dhidden = hidden.new_empty(self.hidden.shape) if wanted & DHIDDEN else None
+        self.dweight = self.dbias = None
+        self.dweight_dtype = sum_dtype(hidden, weight)
+        if wanted & DWEIGHT:
+            # Blocks are best added up in fp32, and so is one alone: cuBLAS may add up parts of a 16-bit product in 16
+            # bits. Of a large 16-bit weight that would take more memory than the logits may: there each block's sum is
+            # rounded to the gradient's own dtype, as in a step of several micro-batches.
+            dtype = torch.float32 if 4 * weight.numel() <= max_bytes else self.dweight_dtype
+            self.dweight = weight.new_empty(weight.shape, dtype=dtype) if rows else weight.new_zeros(weight.shape)
+        if wanted & DBIAS:
+            self.dbias = weight.new_zeros(vocabulary, dtype=torch.float32)
+
+    def __iter__(self) -> Iterator[slice]:
+        for start in range(0, len(self.targets), self.size):
+            yield slice(start, min(start + self.size, len(self.targets)))
+
+    def logits(self, block: slice) -> Tensor:
+        """Those of the rows of a block, [rows, V], in memory that the next block's will take."""
+        rows = self.hidden[block]
+        out = self.workspace[: len(rows)]
+        _multiply(rows, self.weight.t(), out, self.bias)
+        return out
+
+    def add(self, block: slice, dlogits: Tensor) -> None:
+        """Carry the gradients of a block's logits on."""
+        if self.dhidden is not None:
+            _multiply(dlogits, self.weight, self.dhidden[block])
+        if self.dweight is not None:
+            _multiply(dlogits.t(), self.hidden[block], self.dweight, self.dweight if block.start else None)
+        if self.dbias is not None:
+            self.dbias += dlogits.sum(0, dtype=torch.float32)
+
+    def gradients(self, shape: torch.Size) -> Gradients:
+        """dhidden of hidden's shape, dweight and dbias."""
+        dhidden = None if self.dhidden is None else self.dhidden.view(shape)
+        dweight = None if self.dweight is None else self.dweight.to(self.dweight_dtype)
+        return dhidden, dweight, self.dbias
+
+
+def sum_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
+    """What a gradient of the weight leaves the raw ops in: bf16 among bf16, which has fp32's range, else fp32.
+
+    An fp16 sum over many rows could overflow before backward divides it by their number.
+    """
+    return torch.bfloat16 if hidden.dtype == weight.dtype == torch.bfloat16 else torch.float32
+
+
+def _aligned(matrix: Tensor) -> Tensor:
+    """Contiguous, from a multiple of 16 bytes on: elsewhere a matmul may take another kernel and round differently."""
+    matrix = matrix.contiguous()
+    return matrix if matrix.device.type == "meta" or matrix.data_ptr() % 16 == 0 else matrix.clone()
+
+
+def _multiply(a: Tensor, b: Tensor, out: Tensor, plus: Tensor | None = None) -> None:
+    """out = a @ b + plus, summed in fp32 and rounded to out's dtype; plus may be out itself."""
+    if a.dtype == torch.float32 or a.device.type in ("cuda", "meta"):
+        more: dict[str, Any] = {} if out.dtype == a.dtype else {"out_dtype": out.dtype}
+        if plus is None:
+            torch.mm(a, b, out=out, **more)
+        else:
+            torch.addmm(plus, a, b, out=out, **more)
+        return
+    product = a.float() @ b.float()  # not every CPU multiplies 16 bits, and none returns fp32 from them
+    out.copy_(product if plus is None else product.add_(plus))
