@@ -186,6 +186,7 @@ def test_the_new_op_passes_the_generic_suite_on_a_gpu(followed: tuple[Path, str]
     assert_passed(generic_suite(root, op_name, "gpu"), op_name)
 
 
+@pytest.mark.slow
 def test_the_new_kernels_and_bindings_compile(
     followed: tuple[Path, str], build_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
