@@ -64,6 +64,42 @@ class RawNames(TorchDispatchMode):
 
 
 @on_each_device
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("width", [9, 1024, 10000, 50304])
+@pytest.mark.parametrize("incoming", [1.0, 0.5])
+@pytest.mark.parametrize("least", [-1e10, -1e30, -3.4e38])
+def test_the_largest_logits_a_dtype_has_are_numbers(
+    device: str, dtype: torch.dtype, width: int, incoming: float, least: float
+) -> None:
+    # Logits are multiplied by log2(e) on their way, which rounds: to infinity, or to somewhere far from each other.
+    least = max(least, torch.finfo(dtype).min)
+    logits = torch.full((2, width), least, dtype=dtype, device=device, requires_grad=True)
+    loss = ops.cross_entropy(logits, torch.tensor([1, width - 1], device=device))
+    assert loss.item() == pytest.approx(np.log(width), rel=1e-6)
+    (dlogits,) = torch.autograd.grad(loss * incoming, logits)
+    expected = torch.full((2, width), 0.5 * incoming / width)
+    expected[0, 1] = expected[1, width - 1] = 0.5 * incoming * (1 / width - 1)
+    # A gradient that is not 1 is applied by way of the log-sum-exp, of which fp32 keeps 0.4 % of e^it at 65504.
+    rtol = torch.finfo(dtype).eps if incoming == 1 else 8e-3
+    torch.testing.assert_close(dlogits.float().cpu(), expected, rtol=rtol, atol=1e-7)
+
+
+@on_each_device
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("largest", [9.0e4, 1.2e7, 3.7749e8, 1e9, 1e12])
+def test_one_logit_far_above_the_others_takes_all(device: str, dtype: torch.dtype, largest: float) -> None:
+    logits = torch.zeros(2, 1000, dtype=dtype, device=device)
+    logits[:, 0] = min(largest, torch.finfo(dtype).max)
+    logits.requires_grad_()
+    expected = torch.zeros(2, 1000)
+    expected[1, 0], expected[1, 7] = 0.5, -0.5
+    loss = ops.cross_entropy(logits, torch.tensor([0, 7], device=device))
+    for incoming in (0.5, 1.0):  # by way of the log-sum-exp, then made anew from it
+        (dlogits,) = torch.autograd.grad(loss * incoming, logits, retain_graph=True)
+        torch.testing.assert_close(dlogits.float().cpu(), expected * incoming, rtol=1e-2, atol=1e-6)
+
+
+@on_each_device
 @over_reductions
 def test_the_gradient_is_made_by_forward_and_made_anew_for_a_second_backward(device: str, reduction: str) -> None:
     logits, targets = problem((6, 8), device)

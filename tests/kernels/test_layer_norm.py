@@ -53,7 +53,7 @@ def test_a_row_far_from_zero_keeps_the_digits_fp32_left_it(device: str, width: i
 
 @on_each_device
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("width", [1, 7, 64, 1000, 4096])
+@pytest.mark.parametrize("width", [1, 7, 64, 1000, 4096, 24000])
 def test_a_constant_row_becomes_the_bias(device: str, dtype: torch.dtype, width: int) -> None:
     x = torch.full((3, width), -4.0, dtype=dtype, device=device, requires_grad=True)
     weight = torch.full((width,), 2.0, dtype=dtype, device=device)
@@ -211,7 +211,7 @@ def test_layer_norm_of_a_row_alone_has_the_bits_it_has_among_many_signs_of_zero_
 # Widths and rows that take the kernels for odd and for wide rows, wide ones and most odd ones round several times, and
 # that end amid a bundle.
 MANY_ROWS = [(4099, 7), (999, 63), (20011, 257), (7001, 1001), (2003, 2049), (803, 8191), (299, 16383)]
-MANY_ROWS += [(300, 20488), (100, 65536), (40, 262144)]
+MANY_ROWS += [(300, 20488), (1100, 20488), (1061, 32768), (100, 65536), (40, 262144)]
 
 
 @pytest.mark.gpu
@@ -237,6 +237,57 @@ def test_odd_and_wide_rows_have_the_bits_they_have_element_by_element(
         allowed = torch.finfo(dtype).eps * terms.sum(0).abs() + 2**-19 * terms.square().sum(0).sqrt()
         for results in found.values():
             assert ((results[index].double() - terms.sum(0)).abs() <= allowed).all()
+
+
+# Where rows lie, in standard deviations: of 16 bits, the variance comes from one pass up to 8, from two beyond. Rows at
+# 20000 are of one number.
+CENTRES = [0.0, 1.0, -7.5, 8.5, 100.0, -250.0, 20000.0]
+WIDTHS = [8, 64, 256, 512, 768, 1000, 1001, 1024, 2048, 4096, 8192, 16384, 20488, 32768, 65536]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("width", WIDTHS)
+def test_rows_near_and_far_from_zero_side_by_side(cuda: str, width: int, dtype: torch.dtype) -> None:
+    """Each has the bits it has alone and element by element, and an error no larger than torch's."""
+    made = torch.Generator(cuda).manual_seed(0)
+    few, rows = len(CENTRES), 1100 if width <= 32768 else 300
+    centres = torch.tensor(CENTRES, device=cuda).repeat(rows)[:rows]
+    x = (torch.randn(rows, width, device=cuda, generator=made) + centres[:, None]).to(dtype)
+    dy = torch.randn(rows, width, device=cuda, generator=made).to(dtype)
+    weight, bias = (torch.randn(width, device=cuda, generator=made).to(dtype) for _ in range(2))
+
+    def both(op: Any, x: torch.Tensor, dy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        leaf = x.detach().requires_grad_()
+        y = op(leaf, weight.to(x.dtype), bias.to(x.dtype))
+        return y.detach(), *torch.autograd.grad(y, leaf, dy)
+
+    def torchs(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.layer_norm(x, (width,), weight, bias)
+
+    ours = both(ops.layer_norm, x, dy)
+    for row in range(few):
+        for among, alone in zip(ours, both(ops.layer_norm, x[row : row + 1], dy[row : row + 1]), strict=True):
+            assert torch.equal(among[row : row + 1], alone)
+    for among, apart in zip(ours, both(ops.layer_norm, columns_apart(x[: 4 * few]), dy[: 4 * few]), strict=True):
+        assert torch.equal(among[: 4 * few], apart)
+    for found, theirs, exact in zip(ours, both(torchs, x, dy), both(torchs, x.double(), dy.double()), strict=True):
+        scale = exact.square().mean(1).sqrt()
+        errors = [(one.double() - exact).square().mean(1).sqrt() / scale for one in (found, theirs)]
+        for kind in range(few):
+            our, their = (error[kind::few].mean() for error in errors)
+            assert our <= 1.05 * their + 2e-6, CENTRES[kind]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [5, 200])
+def test_rows_of_one_large_number_give_the_weight_no_gradient(cuda: str, rows: int) -> None:
+    x = torch.full((rows, 16384), 60000.0, dtype=torch.float16, device=cuda)
+    weight = torch.ones(16384, dtype=torch.float16, device=cuda, requires_grad=True)
+    y = ops.layer_norm(x, weight)
+    (dweight,) = torch.autograd.grad(y, weight, torch.ones_like(y))
+    assert not y.any()
+    assert not dweight.any()
 
 
 @pytest.mark.gpu

@@ -338,3 +338,40 @@ def test_memory_stays_far_below_what_all_logits_take(cuda: str) -> None:
     own = (32 << 20) + sum(t.nbytes for t in made.values())
     assert held <= own + (8 << 20)
     assert held < 2 * 8192 * 65_536 / 8
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [4096, 16384])
+def test_a_head_of_128256_words_is_as_right_as_torch_with_all_logits(cuda: str, rows: int) -> None:
+    made = torch.Generator(cuda).manual_seed(0)
+    hidden = torch.randn(rows, 4096, device=cuda, generator=made).to(torch.bfloat16).requires_grad_()
+    weight = (torch.randn(128_256, 4096, device=cuda, generator=made) / 64).to(torch.bfloat16).requires_grad_()
+    targets = torch.randint(128_256, (rows,), device=cuda, generator=made)
+    truth = exact_in_blocks(hidden.detach(), weight.detach(), targets)
+    found = []
+    for op in (ops.linear_cross_entropy, linear_cross_entropy_reference):
+        loss = op(hidden, weight, targets)
+        results = (loss.detach(), *torch.autograd.grad(loss, (hidden, weight)))
+        found.append([rms_error(result, right) for result, right in zip(results, truth, strict=True)])
+        del loss, results
+    # The weight's gradient, of bf16, is rounded once for each block: 4 and 16 of them at the default bound of memory.
+    for ours, torchs, limit in zip(*found, (1.05, 1.05, 1.5), strict=True):
+        assert ours <= limit * torchs + 1e-7, found
+
+
+def exact_in_blocks(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The mean loss and its gradients in float64, on the device: all logits would be 17 GB."""
+    rows, words = hidden.shape[0], weight.double()
+    loss, dweight, dhidden = torch.zeros((), dtype=torch.float64, device=hidden.device), torch.zeros_like(words), []
+    for start in range(0, rows, 2048):
+        block, right = hidden[start : start + 2048].double(), targets[start : start + 2048, None]
+        logits = block @ words.T
+        loss += (logits.logsumexp(1, keepdim=True) - logits.gather(1, right)).sum() / rows
+        dlogits = logits.softmax(1).scatter_add_(1, right, -torch.ones_like(right, dtype=torch.float64)) / rows
+        dhidden.append(dlogits @ words)
+        dweight += dlogits.T @ block
+    return loss, torch.cat(dhidden), dweight
+
+
+def rms_error(found: Tensor, right: Tensor) -> float:
+    return float(((found.double() - right).square().mean() / right.square().mean()).sqrt())

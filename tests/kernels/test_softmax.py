@@ -104,6 +104,43 @@ def test_a_row_of_minus_infinity_is_zeros_with_a_mask_or_causal(device: str) -> 
 
 
 @on_each_device
+@in_each_dtype
+@pytest.mark.parametrize("width", [9, 1001, 1024, 9000, 40960])
+@pytest.mark.parametrize("scale", [1.0, -1.0])
+@pytest.mark.parametrize("most", [1e9, 1e10, 1e30, math.inf])
+def test_the_largest_numbers_a_dtype_has_are_numbers(
+    device: str, dtype: str, width: int, scale: float, most: float
+) -> None:
+    # Scores are multiplied by log2(e) on their way, which rounds: to infinity, or far from their neighbours.
+    kind = getattr(torch, dtype)
+    most = min(most, torch.finfo(kind).max)
+    x = torch.full((4, width), -most, dtype=kind, device=device) * scale
+    x[1, 3] = x[1, width - 1] = most * scale
+    x[2, 1:] = 2.0 * scale
+    y = ops.softmax(x, scale=scale).float().cpu()
+    expected = torch.zeros(4, width)
+    expected[0] = expected[3] = 1 / width  # -max is as good as any other number where there is no better
+    expected[1, 3] = expected[1, width - 1] = 0.5
+    expected[2, 1:] = 1 / (width - 1)
+    torch.testing.assert_close(y, expected, rtol=2 * DTYPE_EPS[dtype], atol=0)
+
+
+@on_each_device
+@in_each_dtype
+@pytest.mark.parametrize("width", [9, 1024, 40960])
+@pytest.mark.parametrize("least", [-1e9, -1e10, -1e30, -math.inf])
+def test_a_finite_mask_hides_no_row_whole(device: str, dtype: str, width: int, least: float) -> None:
+    kind = getattr(torch, dtype)
+    least = max(least, torch.finfo(torch.float32).min)
+    mask = torch.zeros(2, width, device=device)
+    mask[0], mask[1, 1:] = least, least
+    y = ops.softmax(torch.zeros(3, 2, width, dtype=kind, device=device), mask=mask).float().cpu()
+    torch.testing.assert_close(y[:, 0], torch.full((3, width), 1 / width), rtol=2 * DTYPE_EPS[dtype], atol=0)
+    assert (y[:, 1, 0] == 1).all()
+    assert (y[:, 1, 1:] == 0).all()
+
+
+@on_each_device
 def test_large_numbers_stay_finite(device: str) -> None:
     x = torch.tensor([[1e4, 1e4, -1e30], [3e38, 0.0, -3e38]], device=device)
     assert ops.softmax(x).tolist() == [[0.5, 0.5, 0.0], [1.0, 0.0, 0.0]]

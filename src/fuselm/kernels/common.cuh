@@ -39,6 +39,11 @@ inline bool is_float(DType dtype) {
 
 inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
+// What a branch is expected to find: the code for the other case goes out of the way. A kernel that takes microseconds
+// waits for its own code.
+__host__ __device__ constexpr bool likely(bool condition) { return __builtin_expect(condition, true); }
+__host__ __device__ constexpr bool unlikely(bool condition) { return __builtin_expect(condition, false); }
+
 // ---- numbers -------------------------------------------------------------------------------------------------------
 
 __device__ inline float to_float(float v) { return v; }
@@ -149,24 +154,18 @@ __device__ inline uint4 load_vector(const void* address, uint64_t policy) {
 #endif
 }
 
-// The same for what will be read twice: the first time it is to stay in L1 too, the second time it may go.
-__device__ inline uint4 load_vector_first(const void* address, uint64_t policy) {
+// The same past L1, which is left to what many rows share: of a mask of one row for all, asked for by every block at
+// once, L2 gives a tenth of what it gives of rows apart.
+__device__ inline uint4 load_vector_once(const void* address, uint64_t policy) {
 #if __CUDA_ARCH__ >= 800
   uint4 v;
-  asm volatile("ld.global.L1::evict_last.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
+  asm volatile("ld.global.L1::no_allocate.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
                : "l"(address), "l"(policy));
   return v;
 #else
   return load_vector(address);
 #endif
-}
-__device__ inline uint4 load_vector_again(const void* address) {
-  uint4 v;
-  asm volatile("ld.global.L1::evict_first.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "l"(address));
-  return v;
 }
 
 // The same by the read-only path, asked for here and not where the compiler would: it moves an ordinary load to just
@@ -221,8 +220,26 @@ __device__ inline void copy_bulk(void* shared, const void* global, uint32_t byte
 #endif
 }
 
+// The way back. The copy engine sees what threads have written after fence_copies() and a barrier.
+__device__ inline void store_bulk(void* global, const void* shared, uint32_t bytes) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile(
+      "cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;\n cp.async.bulk.commit_group;" ::"l"(global),
+      "r"(shared_address(shared)), "r"(bytes)
+      : "memory");
+#endif
+}
+
+// Waits until all but the last kPending runs that this thread has stored have left shared memory.
+template <int kPending>
+__device__ inline void wait_for_stores() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
+#endif
+}
+
 // Waits until the phase of this parity is complete: 0 for the first time a barrier is used, 1 for the second, ...
-__device__ inline void wait_for_bytes(uint64_t* barrier, uint32_t parity) {
+__device__ inline void wait_for_bytes(const uint64_t* barrier, uint32_t parity) {
 #if __CUDA_ARCH__ >= 900
   uint32_t done = 0;
   while (!done) {
@@ -234,7 +251,8 @@ __device__ inline void wait_for_bytes(uint64_t* barrier, uint32_t parity) {
 #endif
 }
 
-// What threads have written to shared memory is there before the copy engine writes over it; a barrier must follow.
+// What threads have written to shared memory is there before the copy engine reads it or writes over it; a barrier must
+// follow.
 __device__ inline void fence_copies() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
@@ -290,6 +308,13 @@ __device__ inline float power_of_two(float x) {
   return y;
 }
 
+// 1 / x, to 1 ulp.
+__device__ inline float fast_inverse(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 // Puts a number where `slot` is in the shared memory of block `rank` of the cluster, and counts its 4 bytes on the
 // barrier that is there where `barrier` is here.
 __device__ inline void send(float value, const float* slot, const uint64_t* barrier, uint32_t rank) {
@@ -308,6 +333,13 @@ __device__ inline void allow_next_kernel() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
+}
+
+// Has a kernel's parameters read where they are, each time: the compiler would keep some in registers, and a kernel
+// that is short of those would spill others for them.
+template <typename Args>
+__device__ inline void keep_in_place(const Args& a) {
+  asm volatile("" ::"l"(&a) : "memory");
 }
 
 // Has a parameter of the kernel read here and now: its line of the constant cache is cold when a kernel starts, and a
@@ -331,11 +363,23 @@ __device__ inline float lane_sum(float v) {
   return v;
 }
 
+// By one instruction for a whole warp: integers that are ordered as the numbers are. (-0 is below 0, which fmaxf need
+// not heed; NaN is above or below all, where fmaxf ignores it.)
 template <int kLanes>
 __device__ inline float lane_max(float v) {
+#if __CUDA_ARCH__ >= 800
+  constexpr bool kAtOnce = kLanes == kWarp;
+#else
+  constexpr bool kAtOnce = false;
+#endif
+  if constexpr (kAtOnce) {
+    auto ordered = [](int bits) { return bits ^ (bits >> 31 & 0x7fffffff); };
+    return __int_as_float(ordered(__reduce_max_sync(0xffffffffu, ordered(__float_as_int(v)))));
+  } else {
 #pragma unroll
-  for (int step = kLanes / 2; step > 0; step /= 2) v = fmaxf(v, __shfl_xor_sync(0xffffffffu, v, step));
-  return v;
+    for (int step = kLanes / 2; step > 0; step /= 2) v = fmaxf(v, __shfl_xor_sync(0xffffffffu, v, step));
+    return v;
+  }
 }
 
 // The sum over the kLanes threads that own a row, given to each of them. Rows of several warps meet in `scratch`
@@ -376,6 +420,24 @@ __device__ inline void row_sums(float (&v)[kCount], float* scratch) {
 #pragma unroll
     for (int k = 0; k < kCount; ++k) v[k] = lane_sum<kWarps>(scratch[k * kWarps + lane % kWarps]);
   }
+}
+
+// The same as row_sums<kLanes>, in its order, where each lane has kTurns threads: thread l + t * kLanes has what lane l
+// would add up in turn t. `scratch` has kCount * kTurns * (kLanes + kLanes / 32) floats.
+template <int kLanes, int kTurns, int kCount>
+__device__ inline void wide_sums(float (&v)[kCount], float* scratch) {
+  constexpr int kThreads = kLanes * kTurns;
+  const int lane = threadIdx.x % kLanes, turn = threadIdx.x / kLanes;
+#pragma unroll
+  for (int k = 0; k < kCount; ++k) scratch[k * kThreads + threadIdx.x] = v[k];
+  __syncthreads();
+#pragma unroll
+  for (int k = 0; k < kCount; ++k) {
+    v[k] = scratch[k * kThreads + lane];
+#pragma unroll
+    for (int t = 1; t < kTurns; ++t) v[k] += scratch[k * kThreads + t * kLanes + lane];
+  }
+  row_sums<kLanes>(v, scratch + kCount * (kThreads + turn * kLanes / kWarp));
 }
 
 // ---- the device ----------------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 // added up: softmax.cuh.
 //
 // Traffic. Where the gradient is wanted the logits are read once and the gradient is written once, over the logits if
-// asked: the row waits in registers for its sum. Rows that do not count are not read. When the incoming gradient comes
+// asked: the row waits in registers for its sum. When the incoming gradient comes
 // (cross_entropy_correct) and is 1, as in training, nothing is left to do. No atomics.
 #include <cmath>
 
@@ -14,10 +14,10 @@ namespace {
 
 struct Targets {
   const void* data;
-  bool wide;  // int64, else int32
   int64_t ignored;
   int64_t rows;
   int32_t width;
+  bool wide;  // int64, else int32
 
   // The column of a row's target, -1 where the row does not count: never one outside the row.
   __device__ int of(int64_t row) const {
@@ -30,7 +30,7 @@ struct Targets {
 struct Formula {
   float smoothing, z_loss, softcap, inverse_softcap;  // softcap 0: none
 
-  __device__ float bent(float x) const { return softcap * tanhf(x * inverse_softcap); }
+  __device__ float bent(float x) const { return __fmul_rn(softcap, tanhf(x * inverse_softcap)); }
   __device__ float slope(float bent) const {
     const float share = bent * inverse_softcap;
     return fmaf(-share, share, 1.0f);
@@ -38,8 +38,11 @@ struct Formula {
 };
 
 struct LossArgs {
+  // What every launch reads comes first, in one line of the constant cache: see softmax.cu.
   const char* logits;
-  int64_t stride;
+  bool adjacent;  // the logits are contiguous
+  bool chained, large;
+  bool after_count;  // the kernel before this one makes the count, and has waited for those before it
   Targets targets;
   Formula formula;
   const float* count;   // of targets, where the loss is their mean; null: their sum
@@ -48,13 +51,13 @@ struct LossArgs {
   // not change are left alone.
   const float* dloss;
   bool each_row, unless_one;
-  bool one_stride, chained, large;
   Parts parts;
   Rows logits_rows, out;  // out: the gradient, absent when it is not wanted
 
   __device__ float incoming(int64_t row) const { return dloss == nullptr ? 1.0f : dloss[each_row ? row : 0]; }
+  template <typename X>
   __device__ const char* row(int64_t index) const {
-    return one_stride ? logits + index * stride : logits_rows.row(index);
+    return likely(adjacent) ? logits + index * targets.width * static_cast<int64_t>(sizeof(X)) : logits_rows.row(index);
   }
 };
 
@@ -62,13 +65,14 @@ __device__ inline float share_of_mean(const float* count) {
   return count == nullptr ? 1.0f : 1.0f / fmaxf(*count, 1.0f);
 }
 
-// What the gradient of each column is made of: factor * 2^(score - top) - base, less `one` at the target.
+// What the gradient of each column is made of: factor * Base^(score - level) - base, less `one` at the target.
 template <typename X>
 struct Gradient {
-  float top, factor, base, one;
+  Level level;
+  float factor, base, one;
 
-  __device__ Gradient(const Formula& f, float top_, float inverse_sum, float lse, float g, int width)
-      : top(top_),
+  __device__ Gradient(const Formula& f, const Level& level_, float inverse_sum, float lse, float g, int width)
+      : level(level_),
         factor(g * inverse_sum * fmaf(2.0f * f.z_loss, lse, 1.0f)),
         base(g * f.smoothing / static_cast<float>(width)),
         one(g * (1.0f - f.smoothing)) {}
@@ -88,25 +92,31 @@ struct Gradient {
  private:
   template <bool kPlain>
   __device__ float of(const Formula& f, float bent, float taken) const {
-    const float power = Base<X>::power(fmaf(bent, Base<X>::kUnit, -top));
+    const float power = Base<X>::power(fmaf(bent, level.unit, -level.score));
     const float gradient = fmaf(factor, power, -taken);
     return !kPlain && f.softcap != 0.0f ? gradient * f.slope(bent) : gradient;
   }
 };
 
+// What log(sum(e^x)) is more than the largest x. What rounding has taken from the largest score is in the sum, if it
+// shows there at all.
+template <typename X>
+__device__ inline float log_of_sum(const Power<X>& whole, const Level& level) {
+  const float lost = fmaf(-whole.top, level.unit, level.score);
+  return fmaf(fabsf(lost) > 5.96e-8f ? lost : 0.0f, Base<X>::kLog, logf(whole.sum));
+}
+
 // Writes what a row is worth; called by the one thread that has the target's value.
 template <typename X>
-__device__ inline void store_loss(const LossArgs& a, int64_t row, const Power<X>& whole, float linear, float target) {
+__device__ inline void store_loss(const LossArgs& a, int64_t row, const Power<X>& whole, const Level& level,
+                                  float linear, float target) {
   if (a.losses == nullptr) return;
-  // From the largest score on: a loss close to 0 keeps its digits.
-  const float rest = logf(whole.sum);
-  const float lse = fmaf(whole.top, Base<X>::kLog, rest);
-  // Rounded as the scores were: the distance of the largest from itself is 0.
-  float loss = fmaf(whole.top - __fmul_rn(target, Base<X>::kUnit), Base<X>::kLog, rest);
+  // From the largest logit on: a loss close to 0 keeps its digits.
+  const float rest = log_of_sum(whole, level);
+  const float lse = whole.top + rest;
+  float loss = (whole.top - target) + rest;
   const float mean = linear / static_cast<float>(a.targets.width);
-  if (a.formula.smoothing != 0.0f) {
-    loss = fmaf(a.formula.smoothing, fmaf(whole.top, Base<X>::kLog, -mean) + rest - loss, loss);
-  }
+  if (a.formula.smoothing != 0.0f) loss = fmaf(a.formula.smoothing, whole.top - mean + rest - loss, loss);
   a.losses[row] = fmaf(a.formula.z_loss * lse, lse, loss);
   if (a.lse != nullptr) a.lse[row] = lse;
 }
@@ -135,24 +145,27 @@ __global__ void __launch_bounds__(C::kThreads, (kLossBlocks<C, kPlain>))
   __shared__ std::conditional_t<kParted, Exchange<kPlain ? 2 : 3>, char> exchange;
   if (a.chained) {
     allow_next_kernel();
-    wait_for_previous_kernel();
+    if (!a.after_count) wait_for_previous_kernel();
   }
   if constexpr (kParted) exchange.init();
   const Place<X, C, kParted> at(a.parts, a.targets.rows, a.targets.width);
-  const int target = at.count > 0 ? a.targets.of(at.row) : -1;
   // Gradients of 16 bits are corrected by the kernel below; those of 32 are worth the sums they were made with.
   const float incoming = sizeof(X) == 4 && at.count > 0 ? a.incoming(at.row) : 1.0f;
   const bool left_alone = sizeof(X) == 4 && a.unless_one && incoming == 1.0f;
-  const int count = target >= 0 && !left_alone ? at.count : 0;  // what is read
-  const char* row = a.row(at.row) + at.skip * 16;
+  const char* row = a.row<X>(at.row) + at.skip * 16;
   const uint64_t policy = read_policy(a.large);
+  // A row is asked for before it is known whether it counts: to wait for its target first would cost every row a tenth
+  // of its time.
   uint4 raw[C::kVecs];
 #pragma unroll
   for (int v = 0; v < C::kVecs; ++v) {
     const int i = at.lane + v * C::kLanes;
     raw[v] = make_uint4(0, 0, 0, 0);
-    if (i < count) raw[v] = load_vector(row + i * 16, policy);
+    if (i < at.count && !left_alone) raw[v] = load_vector(row + i * 16, policy);
   }
+  const int target = at.count > 0 ? a.targets.of(at.row) : -1;
+  const int count = target >= 0 && !left_alone ? at.count : 0;
+  if (a.chained && a.after_count) wait_for_previous_kernel();
   // Asked for while the row is on its way: the share of a row, and the target's logit, by the thread that will write
   // over it if anybody does. (An index into registers would put all of them into memory.)
   const float share = a.out.present() ? share_of_mean(a.count) : 0.0f;
@@ -177,27 +190,25 @@ __global__ void __launch_bounds__(C::kThreads, (kLossBlocks<C, kPlain>))
       held[v].set(value);
       linear += sum_of(value);
     }
-    if (!kPlain && at.lane + v * C::kLanes < count) mine.top = largest(value, Base<X>::kUnit, mine.top);
+    if (!kPlain && at.lane + v * C::kLanes < count) mine.top = largest(value, mine.top);
   }
-  if constexpr (kPlain) {
-    float top = -infinity();
 #pragma unroll
-    for (int v = 0; v < C::kVecs; ++v) {
-      if (at.lane + v * C::kLanes < count) top = extreme<X, false>(raw[v], top);
-    }
-    mine.top = __fmul_rn(top, Base<X>::kUnit);
+  for (int v = 0; kPlain && v < C::kVecs; ++v) {
+    if (at.lane + v * C::kLanes < count) mine.top = extreme<X, false>(raw[v], mine.top);
   }
+  constexpr float kUnit = Base<X>::kUnit;
+  const Level near(mine.top, kUnit);
 #pragma unroll
   for (int v = 0; v < C::kVecs; ++v) {
     turn<C>(v, at.lane + v * C::kLanes < count, [&](bool there) {
       float value[N];
       held[v].get(value);
-      const float sum = sum_of_powers<X>(value, Base<X>::kUnit, subtracted(mine.top));
+      const float sum = sum_of_powers<X>(value, near);
       mine.sum += there ? sum : 0.0f;
     });
   }
   if (!kPlain) linear = row_sum<C::kLanes>(linear, scratch + (2 * C::kThreads + at.group * C::kLanes) / kWarp);
-  Power<X> whole = meet<C::kLanes>(mine, scratch + 2 * at.group * C::kLanes / kWarp);
+  Power<X> whole = meet<C::kLanes>(mine, kUnit, scratch + 2 * at.group * C::kLanes / kWarp);
   if constexpr (kParted) {
     if constexpr (kPlain) {
       exchange.share({whole.top, whole.sum}, a.parts.count, at.rank);
@@ -206,13 +217,14 @@ __global__ void __launch_bounds__(C::kThreads, (kLossBlocks<C, kPlain>))
       linear = 0.0f;
       for (int p = 0; p < a.parts.count; ++p) linear += exchange.values[p][2];
     }
-    whole =
-        sum_of_parts<X>(a.parts.count, [&](int p) { return Power<X>{exchange.values[p][0], exchange.values[p][1]}; });
+    whole = sum_of_parts<X>(a.parts.count, kUnit,
+                            [&](int p) { return Power<X>{exchange.values[p][0], exchange.values[p][1]}; });
   }
+  const Level level(whole.top, kUnit);
   if (target < 0 && at.count > 0 && at.lane == 0 && at.rank == 0) store_no_loss(a, at.row);
 
   const float bent_own = !kPlain && a.formula.softcap != 0.0f ? a.formula.bent(own) : own;
-  if (owner) store_loss(a, at.row, whole, linear, bent_own);
+  if (owner) store_loss(a, at.row, whole, level, linear, bent_own);
   if (!a.out.present() || left_alone || at.count == 0) return;
 
   char* out_row = a.out.row(at.row) + at.skip * 16;
@@ -220,9 +232,8 @@ __global__ void __launch_bounds__(C::kThreads, (kLossBlocks<C, kPlain>))
     for (int i = at.lane; i < at.count; i += C::kLanes) store_vector(out_row + i * 16, make_uint4(0, 0, 0, 0));
     return;
   }
-  const float lse = a.formula.z_loss != 0.0f ? fmaf(whole.top, Base<X>::kLog, logf(whole.sum)) : 0.0f;
-  const Gradient<X> gradient(a.formula, subtracted(whole.top), 1.0f / whole.sum, lse, share * incoming,
-                             a.targets.width);
+  const float lse = a.formula.z_loss != 0.0f ? whole.top + log_of_sum(whole, level) : 0.0f;
+  const Gradient<X> gradient(a.formula, level, 1.0f / whole.sum, lse, share * incoming, a.targets.width);
 #pragma unroll
   for (int v = 0; v < C::kVecs; ++v) {
     const int i = at.lane + v * C::kLanes;
@@ -245,6 +256,7 @@ template <typename X, int kLanes>
 __global__ void __launch_bounds__(any_threads(kLanes), 1024 / any_threads(kLanes))
     cross_entropy_any_kernel(const __grid_constant__ LossArgs a) {
   constexpr int N = kVec<X>;
+  constexpr float kUnit = Base<X>::kUnit;
   __shared__ float scratch[2][3 * any_threads(kLanes) / kWarp];
   const int group = threadIdx.x / kLanes;
   const int lane = threadIdx.x % kLanes;
@@ -277,24 +289,26 @@ __global__ void __launch_bounds__(any_threads(kLanes), 1024 / any_threads(kLanes
     Power<X> mine = {-infinity(), 0.0f};
     float sum = 0.0f;
     each(begin, end, [&](const Span&, const float (&value)[N], int here) {
-      mine.top = largest(value, Base<X>::kUnit, mine.top, here);
+      mine.top = largest(value, mine.top, here);
       sum += sum_of(value);
     });
-    each(begin, end, [&](const Span&, const float (&value)[N], int here) {
-      mine.sum += sum_of_powers<X>(value, Base<X>::kUnit, subtracted(mine.top), here);
-    });
+    const Level near(mine.top, kUnit);
+    each(begin, end,
+         [&](const Span&, const float (&value)[N], int here) { mine.sum += sum_of_powers<X>(value, near, here); });
     float* const own = scratch[part % 2];
     if (!plain) sum = row_sum<kLanes>(sum, own + (2 * any_threads(kLanes) + group * kLanes) / kWarp);
-    met[part] = meet<kLanes>(mine, own + 2 * group * kLanes / kWarp);
+    met[part] = meet<kLanes>(mine, kUnit, own + 2 * group * kLanes / kWarp);
     linear = a.parts.count == 1 ? sum : linear + sum;
   }
-  const Power<X> whole = a.parts.count == 1 ? met[0] : sum_of_parts<X>(a.parts.count, [&](int p) { return met[p]; });
+  const Power<X> whole =
+      a.parts.count == 1 ? met[0] : sum_of_parts<X>(a.parts.count, kUnit, [&](int p) { return met[p]; });
+  const Level level(whole.top, kUnit);
   if (live && target < 0 && lane == 0) store_no_loss(a, row);
 
   const bool wanted = a.out.present() && !left_alone;
-  const float lse = a.formula.z_loss != 0.0f ? fmaf(whole.top, Base<X>::kLog, logf(whole.sum)) : 0.0f;
+  const float lse = a.formula.z_loss != 0.0f ? whole.top + log_of_sum(whole, level) : 0.0f;
   const float g = wanted && target >= 0 ? incoming * share_of_mean(a.count) : 0.0f;
-  const Gradient<X> gradient(a.formula, subtracted(whole.top), 1.0f / whole.sum, lse, g, a.targets.width);
+  const Gradient<X> gradient(a.formula, level, 1.0f / whole.sum, lse, g, a.targets.width);
   char* out_row = wanted ? a.out.any_row(row) : nullptr;
   each(0, width, [&](const Span& span, float (&value)[N], int) {
     bool owner = false;
@@ -304,7 +318,7 @@ __global__ void __launch_bounds__(any_threads(kLanes), 1024 / any_threads(kLanes
     if (owner) {
       own = element(logits_row, kDType<X>, target * a.logits_rows.column_stride);
       own = a.formula.softcap != 0.0f ? a.formula.bent(own) : own;
-      store_loss(a, row, whole, linear, own);
+      store_loss(a, row, whole, level, linear, own);
     }
     if (!wanted) return;
     gradient.template apply<false>(a.formula, value);
@@ -332,8 +346,9 @@ __device__ inline float counted_targets(const Targets& targets) {
 }
 
 __global__ void __launch_bounds__(kOneBlock) count_kernel(const __grid_constant__ Targets targets, float* counted) {
-  allow_next_kernel();
+  // In this order: the next kernel reads logits before it waits for this one, so those before must be done.
   wait_for_previous_kernel();
+  allow_next_kernel();
   const float count = counted_targets(targets);
   if (threadIdx.x == 0) *counted = count;
 }
@@ -345,11 +360,12 @@ __global__ void __launch_bounds__(kOneBlock) finish_kernel(const __grid_constant
   __shared__ float scratch[kOneBlock / kWarp];
   allow_next_kernel();
   wait_for_previous_kernel();
+  const float known = mean && count != nullptr ? *count : 1.0f;
   float sum = 0.0f;
 #pragma unroll 8
   for (int64_t row = threadIdx.x; row < targets.rows; row += kOneBlock) sum += losses[row];
   sum = row_sum<kOneBlock>(sum, scratch);
-  const float rows = !mean ? 1.0f : count != nullptr ? *count : counted_targets(targets);
+  const float rows = mean && count == nullptr ? counted_targets(targets) : known;
   if (threadIdx.x > 0) return;
   if (counted != nullptr && mean && count == nullptr) *counted = rows;
   if (loss != nullptr) *loss = sum / fmaxf(rows, 1.0f);
@@ -386,12 +402,16 @@ __global__ void __launch_bounds__(kCorrectThreads, 2)
       continue;
     }
     char* out_row = kElements ? a.out.any_row(row) : a.out.row(row);
-    const bool anew = a.logits.present();
+    const int target = a.logits.present() ? a.targets.of(row) : 0;
+    const float lse = a.logits.present() && target >= 0 ? a.lse[row] : 0.0f;
+    // Beside logits so large that lse has no digits for how many they are, what is there is multiplied instead.
+    const bool far = a.unless_one && fabsf(lse) >= 16384.0f;
+    const bool anew = a.logits.present() && !far;
     const char* from = !anew ? out_row : kElements ? a.logits.any_row(row) : a.logits.row(row);
     const int64_t from_step = kElements ? (anew ? a.logits.column_stride : a.out.column_stride) : 1;
-    const int target = anew ? a.targets.of(row) : 0;
-    const float lse = anew && target >= 0 ? a.lse[row] : 0.0f;
-    const Gradient<X> gradient(a.formula, lse * Base<X>::kUnit, 1.0f, lse, g * share, a.targets.width);
+    const Level level(lse, Base<X>::kUnit);
+    const float lost = Base<X>::power(fmaf(-lse, level.unit, level.score));  // what rounding has added to the score
+    const Gradient<X> gradient(a.formula, level, lost, lse, g * share, a.targets.width);
 #pragma unroll 4
     for (int i = blockIdx.y * kCorrectThreads + threadIdx.x; i < steps; i += gridDim.y * kCorrectThreads) {
       float value[N];
@@ -428,35 +448,18 @@ __global__ void __launch_bounds__(kCorrectThreads, 2)
 // ---- launchers ----
 
 template <typename X, bool kPlain>
-Status launch_loss(LossArgs& a, const DeviceFacts& facts, int device, cudaStream_t stream) {
-  const bool vectors = a.logits_rows.vectors && a.out.vectors;
-  Status status = Status::kOk;
-  auto any = [&](auto config) {
-    constexpr int kLanes = decltype(config)::kLanes;
-    const unsigned blocks = static_cast<unsigned>(divide_up(a.targets.rows, any_threads(kLanes) / kLanes));
-    cross_entropy_any_kernel<X, kLanes><<<blocks, any_threads(kLanes), 0, stream>>>(a);
-    status = launch_status();
-  };
-  auto held = [&](auto config) {
-    using C = decltype(config);
-    if (!vectors) return any(config);
-    const dim3 grid(static_cast<unsigned>(divide_up(a.targets.rows, C::kGroups)));
-    status = launch(cross_entropy_kernel<X, C, false, kPlain>, grid, C::kThreads, 0, a.chained, stream, a);
-  };
-  auto parted = [&](auto config) {
-    using C = decltype(config);
-    static std::atomic<int> clusters[kMaxDevices][kMaxParts + 1];
-    const auto kernel = cross_entropy_kernel<X, C, true, kPlain>;
-    if (vectors && a.parts.count <= kMaxParts &&
-        launch_parts(kernel, a, a.targets.rows, a.parts.count, C::kThreads, a.chained, facts,
-                     clusters[device][a.parts.count], stream)) {
-      return;
-    }
-    any(config);
-  };
-  with_config<X>(a.parts, held, parted);
-  return status;
-}
+struct LossKernels {
+  using Whole = UpTo1024Vectors;
+  static constexpr bool kSoon = false;
+  template <typename C, bool kParted>
+  static auto of() {
+    return cross_entropy_kernel<X, C, kParted, kPlain>;
+  }
+  template <int kLanes>
+  static auto any() {
+    return cross_entropy_any_kernel<X, kLanes>;
+  }
+};
 
 // What the launchers below ask of what they have in common.
 Status check_loss(const TensorView& logits, const TensorView& targets, double smoothing, double z_loss,
@@ -474,7 +477,7 @@ Status check_loss(const TensorView& logits, const TensorView& targets, double sm
 
 Targets make_targets(const TensorView& logits, const TensorView& targets, int64_t ignore_index) {
   const int64_t width = logits.sizes[logits.rank - 1];
-  return {targets.data, targets.dtype == DType::kInt64, ignore_index, count_rows(logits), static_cast<int32_t>(width)};
+  return {targets.data, ignore_index, count_rows(logits), static_cast<int32_t>(width), targets.dtype == DType::kInt64};
 }
 
 Formula make_formula(double smoothing, double z_loss, double softcap) {
@@ -488,7 +491,7 @@ LossArgs make_loss_args(const TensorView& logits, const Targets& targets, const 
                         const DeviceFacts& facts) {
   LossArgs a = {};
   a.logits_rows = make_rows(logits, targets.width, kVec<X>), a.out = make_rows(out, targets.width, kVec<X>);
-  a.logits = a.logits_rows.data, a.stride = a.logits_rows.strides[0], a.one_stride = a.logits_rows.outer == 1;
+  a.logits = a.logits_rows.data, a.adjacent = a.logits_rows.adjacent;
   a.targets = targets;
   a.parts = parts_of<X>(targets.width);
   a.chained = facts.capability >= 90;
@@ -498,9 +501,12 @@ LossArgs make_loss_args(const TensorView& logits, const Targets& targets, const 
 }
 
 template <typename X>
-Status launch_loss(LossArgs& a, const DeviceFacts& facts, int device, cudaStream_t stream) {
+Status launch_loss(const LossArgs& a, const DeviceFacts& facts, int device, cudaStream_t stream) {
   const bool plain = a.formula.softcap == 0.0f && a.formula.smoothing == 0.0f;
-  return plain ? launch_loss<X, true>(a, facts, device, stream) : launch_loss<X, false>(a, facts, device, stream);
+  const bool vectors = a.logits_rows.vectors && a.out.vectors;
+  const auto launch =
+      plain ? launch_rows<X, LossKernels<X, true>, LossArgs> : launch_rows<X, LossKernels<X, false>, LossArgs>;
+  return launch(a, a.targets.rows, vectors, facts, device, stream);
 }
 
 bool is_scalar(const TensorView& view) {
@@ -521,7 +527,7 @@ Status run_loss(const TensorView& logits, const TensorView& targets, const Tenso
   if (!guard.ok()) return Status::kBadDevice;
   const DeviceFacts& facts = device_facts(guard.device());
   const cudaStream_t queue = cuda_stream(stream);
-  const int64_t rows = count_rows(logits), width = logits.sizes[logits.rank - 1];
+  const int64_t rows = count_rows(logits);
   const bool before = mean && !count.present() && out.present();  // the gradient has to know how many there are
   if (rows > 0 && !losses.present()) return Status::kBadShape;
   if (before && !counted.present()) return Status::kBadShape;
@@ -537,7 +543,7 @@ Status run_loss(const TensorView& logits, const TensorView& targets, const Tenso
       using X = decltype(zero);
       LossArgs a = make_loss_args<X>(logits, wanted, out, facts);
       a.formula = make_formula(smoothing, z_loss, softcap);
-      a.count = mean ? count_at : nullptr;
+      a.count = mean ? count_at : nullptr, a.after_count = before;
       a.losses = static_cast<float*>(losses.data), a.lse = static_cast<float*>(lse.data);
       return launch_loss<X>(a, facts, guard.device(), queue);
     });

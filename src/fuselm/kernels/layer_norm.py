@@ -2,7 +2,7 @@
 
     h    = x                                     or, with a residual, h = x + residual, rounded to the residual's dtype
     mean = mean(h over the last dimension)
-    rstd = 1 / sqrt(mean((h - mean)^2) + eps)    from differences: mean(h^2) - mean^2 cancels where the mean is large
+    rstd = 1 / sqrt(mean((h - mean)^2) + eps)    mean(h^2) - mean^2 would cancel where the mean is large
     xhat = (h - mean) * rstd
     y    = xhat * weight + bias                  in fp32, then rounded to x's dtype
     with a residual the result is (y, h): y is exactly the norm of the h that is returned
@@ -141,6 +141,7 @@ CASES = (
     _case("fp16 weight, fp32 bias, bf16 rows", (6, 200), BF16, F16, F32),
     ShiftedCase("mean 100", (8, 1000), F32, {}, {"weight": F32, "bias": F32}),
     ShiftedCase("mean 100, bf16", (8, 1024), BF16, {}, {"weight": BF16, "bias": BF16}),
+    ShiftedCase("mean 100, wide", (3, 24000), BF16, {}, {"weight": BF16, "bias": BF16}),
     _affine("residual", (8, 4096), BF16, residual=BF16),
     _case("residual, no weight, no bias", (5, 96), F16, residual=F16),
     _affine("fp32 residual", (8, 1024), BF16, residual=F32),

@@ -50,8 +50,6 @@ struct BackwardArgs {
   // null when neither gradient is wanted.
   float *partial, *partial_bias;
   int64_t partial_stride;
-  TensorView dweight, dbias;
-  bool alone;  // there is one partial row: the block that leaves it makes the gradient of it too
   int64_t rows;
   int32_t width;
   float inverse_width, offset;
@@ -102,17 +100,42 @@ __device__ inline void wait_for_round(const BackwardArgs& a, uint64_t* arrived, 
   }
 }
 
+// Whether LayerNorm takes the mean away after multiplying, four instructions an element less: in parts of rows of 16
+// bits. That costs digits where a row lies far from 0: beyond 1024 standard deviations, where 16 bits leave it hardly
+// two different numbers, its differences from the mean take the place of h, rounded as h is.
+template <bool kCentred, typename H>
+constexpr bool kLateMean = kCentred && sizeof(H) == 2;
+
+// What of the mean is taken away when: from h itself, or after multiplying.
+struct Centre {
+  float first, late;
+
+  __device__ Centre(float mean, float rstd) : first(0.0f), late(mean) {
+    if (!(fabsf(mean) * rstd <= 1024.0f)) first = mean, late = 0.0f;
+  }
+};
+
+template <typename X>
+__device__ inline uint4 centred(const uint4& raw, float mean) {
+  float h[kVec<X>];
+  unpack<X>(raw, h);
+#pragma unroll
+  for (float& one : h) one -= mean;
+  return packed<X>(h);
+}
+
 // The sums over a row that dx needs: of dy * w * h and, in LayerNorm, where h is h - mean, of dy * w.
 template <bool kCentred>
 struct Sums {
   static constexpr int kCount = kCentred ? 2 : 1;
   float value[kCount] = {};
 
+  // `mean` is 0 where it is late.
   template <int N>
   __device__ void add(const float (&dy)[N], const float (&h)[N], const float (&weight)[N], float mean) {
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-      const float g = dy[i] * weight[i];
+      const float g = __fmul_rn(dy[i], weight[i]);
       value[0] = fmaf(g, kCentred ? h[i] - mean : h[i], value[0]);
       if constexpr (kCentred) value[1] += g;
     }
@@ -122,14 +145,20 @@ struct Sums {
 // A row's own numbers in the formula of dx.
 template <bool kCentred>
 struct Slope {
-  float mean, rstd, slope, level;
+  float mean, rstd, slope, level = 0.0f;
+  float shift, steep, sunk;  // where the mean is late
 
-  __device__ Slope(const Sums<kCentred>& sums, float mean_, float rstd_, float inverse_width)
-      : mean(mean_),
-        rstd(rstd_),
-        slope(sums.value[0] * inverse_width * rstd * (kCentred ? 1.0f : rstd * rstd)),
-        level(0) {
-    if constexpr (kCentred) level = sums.value[1] * inverse_width;
+  // Products are numbers of their own (__fmul_rn), never part of another instruction: the same bits in all kernels.
+  __device__ Slope(const Sums<kCentred>& sums, float mean_, float rstd_, float inverse_width, bool late)
+      : mean(mean_), rstd(rstd_) {
+    float sum = sums.value[0];
+    if constexpr (kCentred) {
+      if (late) sum = fmaf(-mean, sums.value[1], sum);
+      level = __fmul_rn(sums.value[1], inverse_width);
+    }
+    slope = __fmul_rn(__fmul_rn(sum, inverse_width), rstd);
+    if constexpr (!kCentred) slope = __fmul_rn(slope, __fmul_rn(rstd, rstd));
+    shift = __fmul_rn(-mean, rstd), steep = __fmul_rn(slope, rstd), sunk = __fmul_rn(-level, rstd);
   }
 };
 
@@ -137,16 +166,21 @@ struct Slope {
 // dy * rstd * w - h * (rstd^2 * s) + dh: two roundings before the last.
 // LayerNorm has h - mean for h, and takes `level`, the mean of dy * w, away from dy * w first: where that is nearly all
 // of it, what is left keeps its digits.
-template <bool kCentred, int N>
+template <bool kLate, bool kCentred, int N>
 __device__ inline void gradients(const float (&dy)[N], const float (&h)[N], const float (&weight)[N],
                                  const Slope<kCentred>& row, float (&dx)[N], float (&dw)[N], float (&db)[N]) {
 #pragma unroll
   for (int i = 0; i < N; ++i) {
-    if constexpr (kCentred) {
+    if constexpr (kCentred && kLate) {
+      const float xhat = fmaf(h[i], row.rstd, row.shift);
+      dw[i] = fmaf(dy[i], xhat, dw[i]);
+      db[i] += dy[i];
+      dx[i] = fmaf(-xhat, row.steep, fmaf(__fmul_rn(dy[i], weight[i]), row.rstd, row.sunk));
+    } else if constexpr (kCentred) {
       const float xhat = (h[i] - row.mean) * row.rstd;
       dw[i] = fmaf(dy[i], xhat, dw[i]);
       db[i] += dy[i];
-      dx[i] = row.rstd * fmaf(-xhat, row.slope, __fmul_rn(dy[i], weight[i]) - row.level);
+      dx[i] = __fmul_rn(row.rstd, fmaf(-xhat, row.slope, __fmul_rn(dy[i], weight[i]) - row.level));
     } else {
       const float scaled = dy[i] * row.rstd;
       dw[i] = fmaf(scaled, h[i], dw[i]);
@@ -185,52 +219,18 @@ __device__ inline void store_partial(const BackwardArgs& a, float* out, int grou
   }
 }
 
-// N neighbouring numbers of a gradient, from 0 on as where partial rows are added up: a sum of -0 has the same bits.
-template <int N>
-__device__ inline void store_gradient(const TensorView& gradient, int64_t column, const float (&sums)[N]) {
-  float from_zero[N];
-#pragma unroll
-  for (int i = 0; i < N; ++i) from_zero[i] = 0.0f + sums[i];
-  char* const to = static_cast<char*>(gradient.data) + column * element_bytes(gradient.dtype);
-  if (gradient.dtype == DType::kFloat32) {
-    store_floats<float>(to, from_zero);
-  } else if constexpr (N == 8) {
-    gradient.dtype == DType::kBFloat16 ? store_floats<bf16>(to, from_zero) : store_floats<fp16>(to, from_zero);
-  } else {
-#pragma unroll
-    for (int i = 0; i < N; ++i) set_element(to, gradient.dtype, i, from_zero[i]);
-  }
-}
-
-// Leaves the sums of a lane's vectors, and of the other lanes of its block, in its partial row from `column` on; or, of
-// a block that is alone and whose lanes share no columns, the gradient itself.
+// Leaves the sums of a lane's vectors, and of the other lanes of its block, in its partial row from `column` on.
 template <typename C, int N>
 __device__ inline void leave(const BackwardArgs& a, float* partial, int64_t row, int64_t column, int group, int lane,
-                             int vectors, void* shared, const float (&sums)[C::kVecs][N], const TensorView& gradient) {
-  auto each = [&](const auto& f) {
+                             int vectors, void* shared, const float (&sums)[C::kVecs][N]) {
+  float* const out = partial + row * a.partial_stride + column;
+  store_partial<C>(a, out, group, static_cast<float*>(shared), [&](float* to) {
 #pragma unroll
     for (int v = 0; v < C::kVecs; ++v) {
       const int at = lane + v * C::kLanes;
-      if (at < vectors) f(at * N, sums[v]);
+      if (at < vectors) store_floats<float>(to + at * N, sums[v]);
     }
-  };
-  if (C::kGroups == 1 && a.alone) {
-    if (gradient.data != nullptr) {
-      each([&](int at, const float (&mine)[N]) { store_gradient(gradient, column + at, mine); });
-    }
-    return;
-  }
-  float* const out = partial + row * a.partial_stride + column;
-  store_partial<C>(a, out, group, static_cast<float*>(shared), [&](float* to) {
-    each([&](int at, const float (&mine)[N]) { store_floats<float>(to + at, mine); });
   });
-  if (!a.alone || gradient.data == nullptr) return;
-  // Saves a kernel that takes as long to start as one row takes in all.
-  __syncthreads();
-  for (int at = threadIdx.x * 4; at < a.width; at += C::kThreads * 4) {
-    const float4 four = *reinterpret_cast<const float4*>(out + at);
-    store_gradient(gradient, at, {four.x, four.y, four.z, four.w});
-  }
 }
 
 // dx of one vector, with the gradient of the sum added where there is one, written to where it belongs.
@@ -314,7 +314,7 @@ __global__ void __launch_bounds__(C::kThreads, fitting_blocks(C::kThreads, C::kB
       sums.add(dy, h, weight[v], mean);
     }
     row_sums<C::kLanes>(sums.value, &scratch[side][RowSums::kCount * group * C::kLanes / kWarp]);
-    const Slope<kCentred> slope(sums, mean, rstd, a.inverse_width);
+    const Slope<kCentred> slope(sums, mean, rstd, a.inverse_width, false);
 
 #pragma unroll
     for (int v = 0; v < C::kVecs; ++v) {
@@ -324,7 +324,7 @@ __global__ void __launch_bounds__(C::kThreads, fitting_blocks(C::kThreads, C::kB
       float dy[N], h[N], dx[N];
       unpack<X>(loaded.x, dy);
       load_floats<H>(loaded.residual, h);
-      gradients(dy, h, weight[v], slope, dx, dw[v], db[kCentred ? v : 0]);
+      gradients<false>(dy, h, weight[v], slope, dx, dw[v], db[kCentred ? v : 0]);
       if (at < count) store_dx<X, H>(a, row * a.width, at, stage.r(group), dx);
     }
     side ^= 1;
@@ -333,8 +333,8 @@ __global__ void __launch_bounds__(C::kThreads, fitting_blocks(C::kThreads, C::kB
   copy_async_wait<0>();
   allow_next_kernel();
   if (a.partial == nullptr) return;
-  leave<C>(a, a.partial, blockIdx.x, 0, group, lane, vectors, stage_bytes, dw, a.dweight);
-  if constexpr (kCentred) leave<C>(a, a.partial_bias, blockIdx.x, 0, group, lane, vectors, stage_bytes, db, a.dbias);
+  leave<C>(a, a.partial, blockIdx.x, 0, group, lane, vectors, stage_bytes, dw);
+  if constexpr (kCentred) leave<C>(a, a.partial_bias, blockIdx.x, 0, group, lane, vectors, stage_bytes, db);
 }
 
 // The weights of a lane's vectors in a part of a row; anything finite past the part's end. LayerNorm sums up two
@@ -384,11 +384,13 @@ __global__ void __launch_bounds__(C::kThreads, fitting_blocks(C::kThreads, C::kB
     norm_backward_parts_kernel(const __grid_constant__ BackwardArgs a) {
   constexpr int N = kVec<X>;
   constexpr int kH = N * sizeof(H);
+  constexpr bool kLate = kLateMean<kCentred, H>;
   using RowSums = Sums<kCentred>;
   extern __shared__ __align__(128) uint4 stage_bytes[];
   __shared__ uint64_t arrived[kMaxPartStages];
   __shared__ float scratch[2][RowSums::kCount * C::kThreads / kWarp];
   __shared__ Meeting<RowSums::kCount> meeting;
+  keep_in_place(a);
   const int lane = threadIdx.x;
   const int rank = static_cast<int>(blockIdx.x) % a.parts;
   const int skip = rank * a.part_vectors;
@@ -414,6 +416,16 @@ __global__ void __launch_bounds__(C::kThreads, fitting_blocks(C::kThreads, C::kB
   auto begin = [&](int64_t round, int s, int parity, float mean) {
     wait_for_bytes(&arrived[s], parity);
     const Stage<X, H, C> stage = stage_at(s);
+    if constexpr (kLate) {
+      if (unlikely(mean != 0.0f)) {  // each thread's own vectors, for itself
+#pragma unroll 1
+        for (int at = lane; at < vectors; at += C::kLanes) {
+          uint4* const own = reinterpret_cast<uint4*>(stage.h(0)) + at;
+          *own = centred<X>(*own, mean);
+        }
+        fence_copies();
+      }
+    }
     RowSums sums;
 #pragma unroll
     for (int v = 0; v < C::kVecs; ++v) {
@@ -424,24 +436,28 @@ __global__ void __launch_bounds__(C::kThreads, fitting_blocks(C::kThreads, C::kB
       unpack<X>(loaded.x, dy);
       load_floats<H>(loaded.residual, h);
       weights.get(a, v, skip + (at < vectors ? at : 0), weight);
-      sums.add(dy, h, weight, mean);
+      sums.add(dy, h, weight, kLate ? 0.0f : mean);
     }
     row_sums<C::kLanes>(sums.value, scratch[round % 2]);
     meeting.send_all(sums.value, a.parts, rank, round);
   };
 
-  float mean = mean_of(first), rstd = rstd_of(first), next_mean = mean_of(first + step);
+  // What is taken from a row first is known a round before it is needed; mean and rstd are read again where they are
+  // used, since there is no register in which they could wait.
+  auto first_of = [](float mean, float rstd) { return kLate ? Centre(mean, rstd).first : mean; };
+  float next_first = first_of(mean_of(first + step), rstd_of(first + step));
   int64_t row = first;
   int s = 0, parity = 0;
-  if (row < a.rows) begin(0, s, parity, mean);
+  if (row < a.rows) begin(0, s, parity, first_of(mean_of(first), rstd_of(first)));
   for (int64_t round = 0; row < a.rows; row += step, ++round) {
     const int next = s + 1 == a.stages ? 0 : s + 1;
     const int next_parity = next == 0 ? parity ^ 1 : parity;
-    const float next_rstd = rstd_of(row + step), after_next_mean = mean_of(row + 2 * step);
-    if (row + step < a.rows) begin(round + 1, next, next_parity, next_mean);
+    const float mean = mean_of(row), rstd = rstd_of(row);
+    const float after_next_mean = mean_of(row + 2 * step), after_next_rstd = rstd_of(row + 2 * step);
+    if (row + step < a.rows) begin(round + 1, next, next_parity, next_first);
     RowSums sums;
     meeting.sum_of_parts(sums.value, a.parts, round);
-    const Slope<kCentred> slope(sums, mean, rstd, a.inverse_width);
+    const Slope<kCentred> slope(sums, kLate ? Centre(mean, rstd).late : mean, rstd, a.inverse_width, kLate);
     const Stage<X, H, C> stage = stage_at(s);
 #pragma unroll
     for (int v = 0; v < C::kVecs; ++v) {
@@ -452,19 +468,19 @@ __global__ void __launch_bounds__(C::kThreads, fitting_blocks(C::kThreads, C::kB
       unpack<X>(loaded.x, dy);
       load_floats<H>(loaded.residual, h);
       weights.get(a, v, skip + (at < vectors ? at : 0), weight);
-      gradients(dy, h, weight, slope, dx, dw[v], db[kCentred ? v : 0]);
+      gradients<kLate>(dy, h, weight, slope, dx, dw[v], db[kCentred ? v : 0]);
       if (at < vectors) store_dx<X, H>(a, row * a.width + skip * N, at, stage.r(0), dx);
     }
     __syncthreads();  // every thread has read the stage for the last time
     fetch(row + a.stages * step, s);
     s = next, parity = next_parity;
-    mean = next_mean, next_mean = after_next_mean, rstd = next_rstd;
+    next_first = first_of(after_next_mean, after_next_rstd);
   }
   allow_next_kernel();
   cluster_barrier();  // a block's memory stays until nobody sends to it any more
   if (a.partial == nullptr) return;
-  leave<C>(a, a.partial, first, skip * N, 0, lane, vectors, stage_bytes, dw, a.dweight);
-  if constexpr (kCentred) leave<C>(a, a.partial_bias, first, skip * N, 0, lane, vectors, stage_bytes, db, a.dbias);
+  leave<C>(a, a.partial, first, skip * N, 0, lane, vectors, stage_bytes, dw);
+  if constexpr (kCentred) leave<C>(a, a.partial_bias, first, skip * N, 0, lane, vectors, stage_bytes, db);
 }
 
 // The block that takes rows of odd width. Several of a multiprocessor work while others wait: as many as have registers
@@ -543,14 +559,14 @@ __global__ void __launch_bounds__(C::kThreads, fitting_blocks(C::kThreads, C::kB
       }
       row_sums<C::kLanes>(sums.value, &scratch[side][Sums<kCentred>::kCount * group * C::kLanes / kWarp]);
       side ^= 1;
-      const Slope<kCentred> slope(sums, mean, rstd, a.inverse_width);
+      const Slope<kCentred> slope(sums, mean, rstd, a.inverse_width, false);
 #pragma unroll
       for (int v = 0; v < C::kVecs; ++v) {
         if (v * kSpan >= a.width) break;
         float dy[N], h[N], dx[N];
         load_columns<C::kLanes>(dy_row, v * kSpan + lane, width, dy);
         load_columns<C::kLanes>(h_row, v * kSpan + lane, width, h);
-        gradients(dy, h, weight[v], slope, dx, dw[v], db[kCentred ? v : 0]);
+        gradients<false>(dy, h, weight[v], slope, dx, dw[v], db[kCentred ? v : 0]);
         store_columns<C::kLanes>(dy_row, v * kSpan + lane, width, dx);
       }
     }
@@ -589,6 +605,13 @@ __global__ void __launch_bounds__(any_threads(kLanes), 1024 / any_threads(kLanes
   const char* r_row = a.dresidual_out.any_row(row);
   const float rstd = a.rstd[row], mean = kCentred ? a.mean[row] : 0.0f;
   const DType h_dtype = a.h.dtype;
+  const bool late = kCentred && a.parts > 1 && h_dtype != DType::kFloat32;
+  const Centre centre(mean, rstd);
+  auto load_h = [&](const Span& span, float (&h)[N]) {
+    load_elements(h_row, h_dtype, a.h.column_stride, span, h);
+#pragma unroll
+    for (int i = 0; late && centre.first != 0.0f && i < N; ++i) h[i] = round_to(h_dtype, h[i] - centre.first);
+  };
 
   Sums<kCentred> whole;
   for (int part = 0; part < a.parts; ++part) {
@@ -599,9 +622,9 @@ __global__ void __launch_bounds__(any_threads(kLanes), 1024 / any_threads(kLanes
       const Span span = span_of<N, kLanes>(lane, base, width).until(end);
       float dy[N], h[N], weight[N];
       load_elements(dy_row, kDType<X>, a.dy.column_stride, span, dy);
-      load_elements(h_row, h_dtype, a.h.column_stride, span, h);
+      load_h(span, h);
       load_weight_elements(a.weight_rows, a.offset, span, weight);
-      sums.add(dy, h, weight, mean);
+      sums.add(dy, h, weight, late ? 0.0f : mean);
     }
     row_sums<kLanes>(sums.value, &scratch[part % 2][kCount * group * kLanes / kWarp]);
 #pragma unroll
@@ -609,15 +632,19 @@ __global__ void __launch_bounds__(any_threads(kLanes), 1024 / any_threads(kLanes
       whole.value[k] = part == 0 ? sums.value[k] : whole.value[k] + sums.value[k];
     }
   }
-  const Slope<kCentred> slope(whole, mean, rstd, a.inverse_width);
+  const Slope<kCentred> slope(whole, late ? centre.late : mean, rstd, a.inverse_width, late);
 
   for (int base = 0; base < width; base += kLanes * N) {
     const Span span = span_of<N, kLanes>(lane, base, width);
     float dy[N], h[N], weight[N], dx[N], unused[2][N] = {};
     load_elements(dy_row, kDType<X>, a.dy.column_stride, span, dy);
-    load_elements(h_row, h_dtype, a.h.column_stride, span, h);
+    load_h(span, h);
     load_weight_elements(a.weight_rows, a.offset, span, weight);
-    gradients(dy, h, weight, slope, dx, unused[0], unused[1]);
+    if (late) {
+      gradients<true>(dy, h, weight, slope, dx, unused[0], unused[1]);
+    } else {
+      gradients<false>(dy, h, weight, slope, dx, unused[0], unused[1]);
+    }
     if (a.dresidual_out.present()) {
       load_elements(r_row, a.dresidual_out.dtype, a.dresidual_out.column_stride, span, h);
       add(h, dx);
@@ -661,6 +688,167 @@ __global__ void __launch_bounds__(kColumnThreads)
   if (kCentred) a.partial_bias[blockIdx.y * a.partial_stride + column] = db;
 }
 
+// ---- few rows ----
+
+constexpr int64_t kFewRows = 128;
+
+struct FewArgs {
+  // In the order of use: see ForwardArgs.
+  const char *dy, *h, *weight;
+  const float* rstd;
+  int32_t row_blocks;  // blocks that take rows; those after them take columns
+  int32_t rows, width;
+  bool chained, adjacent;  // adjacent: dy and h are contiguous
+  const float* mean;
+  char* dx;
+  float inverse_width, offset;
+  Parts parts;
+  int64_t dy_stride, h_stride;
+  const char* dresidual_out;
+  int64_t dresidual_out_stride;
+  char *dweight, *dbias;  // of x's dtype; null when they are not wanted
+};
+
+// The block for few rows: of as many lanes a row, or part of one, as that for many.
+template <typename C>
+using Few = Config<C::kLanes, C::kVecs, (C::kLanes < 128 ? 128 : C::kLanes), 1>;
+
+constexpr int kColumnLanes = 8;  // threads that own a row's vectors of the columns that a block takes
+
+// dx of a row, or a part of one, of each group of lanes. The order of the sums is that of the kernels for many rows.
+template <bool kCentred, typename X, typename C, bool kParted>
+__device__ inline void few_rows(const FewArgs& a) {
+  using RowSums = Sums<kCentred>;
+  constexpr int N = kVec<X>, kCount = RowSums::kCount;
+  constexpr bool kLate = kParted && kLateMean<kCentred, X>;
+  __shared__ float scratch[kCount * C::kThreads / kWarp];
+  __shared__ std::conditional_t<kParted, Exchange<kCount>, char> exchange;
+  if constexpr (kParted) exchange.init();
+  const Place<X, C, kParted> at(a.parts, a.rows, a.width);
+  const int64_t row = at.row;
+  const int64_t offset = (row * a.width + at.skip * N) * static_cast<int64_t>(sizeof(X));
+  const char *dy_row = a.dy + offset, *h_row = a.h + offset;
+  if (!likely(a.adjacent)) {
+    dy_row = a.dy + row * a.dy_stride + at.skip * 16, h_row = a.h + row * a.h_stride + at.skip * 16;
+  }
+  const char* r_row = a.dresidual_out + row * a.dresidual_out_stride + at.skip * 16;
+  Loaded<X, X, true> loaded[C::kVecs];  // dy, and h in the residual's place
+  uint4 raw[C::kVecs];
+#pragma unroll
+  for (int v = 0; v < C::kVecs; ++v) {
+    const int i = at.lane + v * C::kLanes;
+    loaded[v].load_if(i < at.count, dy_row + i * 16, h_row + i * 16);
+  }
+#pragma unroll
+  for (int v = 0; v < C::kVecs; ++v) {
+    const int i = at.lane + v * C::kLanes;
+    raw[v] = make_uint4(0, 0, 0, 0);
+    if (a.weight != nullptr && i < at.count) raw[v] = load_constant_now(a.weight + (at.skip + i) * 16);
+  }
+  const float rstd = at.count > 0 ? a.rstd[row] : 0.0f, mean = kCentred && at.count > 0 ? a.mean[row] : 0.0f;
+  const Centre centre(mean, rstd);
+#pragma unroll
+  for (int v = 0; kLate && v < C::kVecs; ++v) {
+    if (unlikely(centre.first != 0.0f)) loaded[v].residual[0] = centred<X>(loaded[v].residual[0], centre.first);
+  }
+  auto each = [&](int v, float (&dy)[N], float (&h)[N], float (&weight)[N]) {
+    unpack<X>(loaded[v].x, dy), unpack<X>(loaded[v].residual[0], h), unpack<X>(raw[v], weight);
+#pragma unroll
+    for (float& one : weight) one = a.weight != nullptr ? one + a.offset : 1.0f;
+  };
+  RowSums sums;
+#pragma unroll
+  for (int v = 0; v < C::kVecs; ++v) {
+    float dy[N], h[N], weight[N];
+    each(v, dy, h, weight);
+    sums.add(dy, h, weight, kLate ? 0.0f : mean);
+  }
+  row_sums<C::kLanes>(sums.value, scratch + kCount * at.group * C::kLanes / kWarp);
+  if constexpr (kParted) {
+    exchange.share(sums.value, a.parts.count, at.rank);
+#pragma unroll
+    for (int k = 0; k < kCount; ++k) {
+      sums.value[k] = exchange.values[0][k];
+      for (int part = 1; part < a.parts.count; ++part) sums.value[k] += exchange.values[part][k];
+    }
+  }
+  const Slope<kCentred> slope(sums, kLate ? centre.late : mean, rstd, a.inverse_width, kLate);
+  char* dx_row = a.dx + offset;
+#pragma unroll
+  for (int v = 0; v < C::kVecs; ++v) {
+    const int i = at.lane + v * C::kLanes;
+    float dy[N], h[N], weight[N], dx[N], unused[2][N] = {};
+    each(v, dy, h, weight);
+    gradients<kLate>(dy, h, weight, slope, dx, unused[0], unused[1]);
+    if (i >= at.count) continue;
+    if (a.dresidual_out != nullptr) {
+      float r[N];
+      load_floats<X>(r_row + i * 16, r);
+      add(r, dx);
+    }
+    store_floats<X>(dx_row + i * 16, dx);
+  }
+}
+
+// dw and db of some columns: every group of kColumnLanes lanes takes some of the rows.
+template <bool kCentred, typename X, int kThreads>
+__device__ inline void few_columns(const FewArgs& a) {
+  constexpr int N = kVec<X>, kLanes = kColumnLanes, kWarps = kThreads / kWarp, kCount = kCentred ? 2 : 1;
+  __shared__ float shares[kWarps][kCount][kLanes * N];
+  const int lane = threadIdx.x % kLanes;
+  const int first = (static_cast<int>(blockIdx.x) - a.row_blocks) * kLanes;
+  const bool live = first + lane < a.width / N;
+  float sums[2][N] = {};  // dw, db
+#pragma unroll 2
+  for (int row = threadIdx.x / kLanes; row < a.rows; row += kThreads / kLanes) {
+    Loaded<X, X, true> loaded;
+    loaded.load_if(live, a.dy + row * a.dy_stride + (first + lane) * 16, a.h + row * a.h_stride + (first + lane) * 16);
+    const float rstd = a.rstd[row], mean = kCentred ? a.mean[row] : 0.0f;
+    float dy[N], h[N];
+    unpack<X>(loaded.x, dy), unpack<X>(loaded.residual[0], h);
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      sums[0][i] = fmaf(dy[i] * rstd, kCentred ? h[i] - mean : h[i], sums[0][i]);
+      sums[1][i] += dy[i];
+    }
+  }
+#pragma unroll
+  for (int k = 0; k < kCount; ++k) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+#pragma unroll
+      for (int step = kWarp / 2; step >= kLanes; step /= 2) {
+        sums[k][i] += __shfl_xor_sync(0xffffffffu, sums[k][i], step);
+      }
+      if (threadIdx.x % kWarp < kLanes) shares[threadIdx.x / kWarp][k][lane * N + i] = sums[k][i];
+    }
+  }
+  __syncthreads();
+  const int k = threadIdx.x / (kLanes * N), column = threadIdx.x % (kLanes * N);
+  char* const out = k == 0 ? a.dweight : a.dbias;
+  if (k >= kCount || out == nullptr || first * N + column >= a.width) return;
+  float sum = 0.0f;
+#pragma unroll
+  for (int w = 0; w < kWarps; ++w) sum += shares[w][k][column];
+  reinterpret_cast<X*>(out)[first * N + column] = from_float<X>(sum);
+}
+
+// A few rows with the usual arguments, where what counts is how soon the last is done: some blocks take rows, for dx,
+// others columns, for dw and db. Rows are read twice, once from L2, and nothing is left for another kernel to add up.
+template <bool kCentred, typename X, typename C, bool kParted>
+__global__ void __launch_bounds__(C::kThreads) norm_backward_few_kernel(const __grid_constant__ FewArgs a) {
+  warm(a.mean), warm(a.dweight);
+  if (a.chained) {
+    allow_next_kernel();
+    wait_for_previous_kernel();
+  }
+  if (static_cast<int>(blockIdx.x) < a.row_blocks) {
+    few_rows<kCentred, X, C, kParted>(a);
+  } else {
+    few_columns<kCentred, X, C::kThreads>(a);
+  }
+}
+
 inline int64_t padded_width(int64_t width) { return divide_up(width, 8) * 8; }
 
 // The most partial rows any kernel leaves.
@@ -676,9 +864,8 @@ inline int stages_of(int64_t stage, int blocks, int most, const DeviceFacts& fac
   return stages > 0 ? static_cast<int>(stages) : 1;
 }
 
-// The launchers below leave dx, and the partial rows of dw and db, and say through `partial_rows` how many: none when
-// there was but one and the gradients are made of it already. Those that answer false
-// have done nothing: this device cannot.
+// The launchers below leave dx, and the partial rows of dw and db, and say through `partial_rows` how many. Those that
+// answer false have done nothing: this device cannot.
 template <bool kCentred>
 struct Backward {
   // The first configuration whose clusters hold rows of this many vectors.
@@ -696,9 +883,7 @@ struct Backward {
     const auto kernel = norm_backward_kernel<kCentred, X, H, C>;
     if (!allow_shared(kernel, device, a.stages * stage, allowed)) return false;
     partial_rows = at_most(divide_up(a.rows, C::kGroups), static_cast<int64_t>(facts.multiprocessors) * C::kBlocks);
-    a.alone = partial_rows == 1;
     kernel<<<static_cast<unsigned>(partial_rows), C::kThreads, static_cast<size_t>(a.stages * stage), stream>>>(a);
-    if (a.alone) partial_rows = 0;
     return true;
   }
 
@@ -720,8 +905,6 @@ struct Backward {
     partial_rows = at_most(few, most_clusters(kernel, how, clusters[device][a.parts]));
     if (partial_rows == 0) return false;
     how.config.gridDim.x = static_cast<unsigned>(partial_rows * a.parts);
-    a.alone = partial_rows == 1;
-    if (a.alone) partial_rows = 0;
     if (how(kernel, a) == Status::kOk) return true;
     cudaGetLastError();  // not to be taken for that of the kernel that runs instead
     return false;
@@ -787,17 +970,62 @@ struct Backward {
   }
 
   template <typename X>
+  static void share_out(BackwardArgs& a) {
+    const int64_t count = divide_up(a.width, kVec<X>);
+    a.parts = 1, a.part_vectors = static_cast<int>(count);
+    if (BackwardConfigs<kCentred, X>::pick(count, [](auto) {})) return;
+    with_part<X>(count, [&](auto config) {
+      const Parts parts = Parts::of<X, decltype(config)>(a.width);
+      a.parts = parts.count, a.part_vectors = parts.vectors;
+    });
+  }
+
+  // A few rows with the usual arguments, dw and db included. False when they are others.
+  template <typename X>
+  static bool launch_few(const BackwardArgs& a, const TensorView& dweight, const TensorView& dbias,
+                         const DeviceFacts& facts, int device, cudaStream_t stream, Status& status) {
+    const bool usual =
+        a.dy.plain() && a.h.plain() && a.dresidual_out.plain() && a.weight_rows.vectors && a.h.dtype == kDType<X> &&
+        a.dresidual == nullptr && (a.weight_dtype == kDType<X> || !a.weight_rows.present()) &&
+        (dweight.dtype == kDType<X> || !dweight.present()) && (dbias.dtype == kDType<X> || !dbias.present());
+    if (!usual || a.rows == 0 || a.rows > kFewRows) return false;
+    FewArgs few = {};
+    few.dy = a.dy.data, few.h = a.h.data, few.weight = a.weight, few.dx = a.dx;
+    few.mean = a.mean, few.rstd = a.rstd;
+    few.dy_stride = a.dy.strides[0], few.h_stride = a.h.strides[0], few.adjacent = a.dy.adjacent && a.h.adjacent;
+    few.rows = static_cast<int32_t>(a.rows), few.width = a.width, few.parts = {a.parts, a.part_vectors};
+    few.inverse_width = a.inverse_width, few.offset = a.offset;
+    few.dresidual_out = a.dresidual_out.data, few.dresidual_out_stride = a.dresidual_out.strides[0];
+    few.dweight = static_cast<char*>(dweight.data), few.dbias = static_cast<char*>(dbias.data);
+    few.chained = facts.capability >= 90;
+    const bool sums = few.dweight != nullptr || few.dbias != nullptr;
+    const int64_t count = a.width / kVec<X>, column_blocks = sums ? divide_up(count, kColumnLanes) : 0;
+    bool done = false;
+    auto held = [&](auto config) {
+      using C = Few<decltype(config)>;
+      few.row_blocks = static_cast<int32_t>(divide_up(a.rows, C::kGroups));
+      const dim3 grid(static_cast<unsigned>(few.row_blocks + column_blocks));
+      const auto kernel = norm_backward_few_kernel<kCentred, X, C, false>;
+      status = launch(kernel, grid, C::kThreads, 0, few.chained, stream, few);
+      done = true;
+    };
+    auto parted = [&](auto config) {
+      using C = Few<decltype(config)>;
+      static std::atomic<int> clusters[kMaxDevices][kMaxParts + 1];
+      few.row_blocks = static_cast<int32_t>(a.rows * a.parts);
+      const int64_t all = a.rows + divide_up(column_blocks, a.parts);  // a cluster takes columns or a row
+      const auto kernel = norm_backward_few_kernel<kCentred, X, C, true>;
+      done = fuselm::launch_parts(kernel, few, all, a.parts, C::kThreads, few.chained, facts, clusters[device][a.parts],
+                                  stream);
+    };
+    if (!BackwardConfigs<kCentred, X>::pick(count, held)) with_part<X>(count, parted);
+    return done;
+  }
+
+  template <typename X>
   static Status launch_rows(BackwardArgs& a, const DeviceFacts& facts, int device, cudaStream_t stream,
                             int64_t& partial_rows) {
     const int64_t count = divide_up(a.width, kVec<X>);
-    a.parts = 1, a.part_vectors = static_cast<int>(count);
-    const bool whole = BackwardConfigs<kCentred, X>::pick(count, [](auto) {});
-    if (!whole)
-      with_part<X>(count, [&](auto config) {
-        const Parts parts = Parts::of<X, decltype(config)>(a.width);
-        a.parts = parts.count, a.part_vectors = parts.vectors;
-      });
-
     const bool vectors = a.dy.vectors && a.h.vectors && a.weight_rows.vectors && a.dresidual_out.vectors;
     bool done = false;
     if (vectors && a.h.dtype == kDType<X>) {
@@ -821,7 +1049,7 @@ struct Backward {
   }
 
   static int64_t workspace_bytes(int64_t rows, int64_t width, const DeviceFacts& facts) {
-    return Sums<kCentred>::kCount * most_partial_rows(rows, facts) * padded_width(width) * sizeof(float);
+    return (kCentred ? 2 : 1) * most_partial_rows(rows, facts) * padded_width(width) * sizeof(float);
   }
 
   static Status run(const TensorView& dy, const TensorView& h, const TensorView& mean, const TensorView& rstd,
@@ -857,12 +1085,13 @@ struct Backward {
       if (kCentred && sums) a.partial_bias = a.partial + most_partial_rows(rows, facts) * a.partial_stride;
       a.rows = rows, a.width = static_cast<int32_t>(width), a.inverse_width = 1.0f / static_cast<float>(width);
       a.offset = exact_offset(offset);
-      a.dweight = dweight, a.dbias = dbias;
       a.large = 3 * rows * width * static_cast<int64_t>(sizeof(X)) > facts.l2_bytes;
+      share_out<X>(a);
       int64_t partial_rows = 0;
       Status result = Status::kOk;
+      if (launch_few<X>(a, dweight, dbias, facts, guard.device(), cuda_stream(stream), result)) return result;
       if (rows > 0) result = launch_rows<X>(a, facts, guard.device(), cuda_stream(stream), partial_rows);
-      if (result != Status::kOk || !sums || (rows > 0 && partial_rows == 0)) return result;
+      if (result != Status::kOk || !sums) return result;
       return column_sums({a.partial, a.partial_bias}, partial_rows, a.partial_stride, a.width, {dweight, dbias},
                          facts.capability >= 90, cuda_stream(stream));
     });

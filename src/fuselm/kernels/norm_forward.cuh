@@ -10,9 +10,7 @@
 // them, a part each. Odd widths come in bundles of rows. What is left (odd strides, expanded tensors, odd widths that
 // are wide or have a residual, wide rows before sm_90) takes the *_any kernels: slower, same order of sums.
 #pragma once
-#include <cmath>
-
-#include "parts.cuh"
+#include "norm_moments.cuh"
 
 namespace fuselm {
 namespace norm {
@@ -31,179 +29,55 @@ using LayerConfigs =
 template <bool kCentred>
 using ForwardConfigs = std::conditional_t<kCentred, LayerConfigs, RmsConfigs>;
 // A few rows with the usual arguments and no offset, where what counts is how soon the first is done: one row a block,
-// the weight asked for while x is still on its way. Lanes as above, so that a row's sum has the same bits in both.
+// the weight asked for while x is still on its way. Lanes as above, or a thread for each vector of a lane, so that a
+// row's sum has the same bits in both.
 using FewRowsRms = ConfigList<Config<64, 2, 64, 1, Kind::kSoon>, Config<128, 2, 128, 1, Kind::kSoon>,
                               Config<256, 2, 256, 1, Kind::kSoon>, Config<256, 4, 256, 1, Kind::kSoon>,
                               Config<512, 4, 512, 1, Kind::kSoon>>;
-using FewRowsLayer = ConfigList<Config<32, 4, 32, 1, Kind::kSoon>, Config<64, 4, 64, 1, Kind::kSoon>,
-                                Config<128, 4, 128, 1, Kind::kSoon>, Config<256, 4, 256, 1, Kind::kSoon>,
+using FewRowsLayer = ConfigList<Config<128, 1, 128, 1, Kind::kWide>, Config<256, 1, 256, 1, Kind::kWide>,
+                                Config<512, 1, 512, 1, Kind::kWide>, Config<256, 4, 256, 1, Kind::kSoon>,
                                 Config<512, 4, 512, 1, Kind::kSoon>>;
 template <bool kCentred>
 using FewRowsConfigs = std::conditional_t<kCentred, FewRowsLayer, FewRowsRms>;
-constexpr int64_t kFewVectors = 96;  // narrower rows are as fast without
+template <bool kCentred>
+constexpr int64_t kFewVectors = kCentred ? 32 : 96;  // narrower rows are as fast without
 // What a wider row is cut into: the first whose clusters hold it.
 template <typename X>
-using ForwardParts = std::conditional_t<sizeof(X) == 4, ConfigList<Config<512, 4, 512, 2>, Config<512, 8, 512, 1>>,
+using ForwardParts = std::conditional_t<sizeof(X) == 4, ConfigList<Config<256, 8, 256, 4>, Config<512, 8, 512, 1>>,
                                         ConfigList<Config<256, 8, 256, 4>>>;
+using FewRowsParts = ConfigList<Config<256, 8, 256, 1, Kind::kSoon>>;
 // Of rows of odd width that a block takes, or one round of them: more where a row takes the whole block, since then a
 // lane takes few of a row's columns and has as many weights to load.
 template <typename C>
 constexpr int64_t kBundleBytes = (C::kGroups == 1 ? 32 : 16) << 10;
 
 struct ForwardArgs {
-  // What every launch reads comes first and close together: the constant cache is cold when a kernel starts, and each
-  // line it has to fetch is a few hundred cycles on the way to the first load.
+  // What the first loads wait for is in the first 48 bytes, one line of the constant cache, and most of the rest in the
+  // next one: the cache is cold when a kernel starts, and each line is most of a microsecond away.
   const char *x, *weight, *bias;
-  char* y;  // contiguous, as every output is
-  float *mean, *rstd;
   int64_t x_stride;  // bytes from row to row, where one stride says it all
   int64_t rows;
   int32_t width;
+  bool one_stride;
+  bool chained;      // launched programmatically
+  bool large;        // x and y together are larger than L2
+  bool round_first;  // llama: the normalised value is rounded to x's dtype before it meets the weight
+  char* y;           // contiguous, as every output is
+  float *mean, *rstd;
   float inverse_width, eps, offset;
+  Parts parts;
   const char* residual;
   int64_t residual_stride;
   char* residual_out;
   DType weight_dtype, bias_dtype;
-  bool round_first;  // llama: the normalised value is rounded to x's dtype before it meets the weight
-  bool one_stride;
-  bool chained;  // launched programmatically
-  bool large;    // x and y together are larger than L2
-  int bundle;    // rows a block takes where they are bundles
-  Parts parts;
+  int bundle;  // rows a block takes where they are bundles
   Rows x_rows, residual_rows, weight_rows, bias_rows;
 
-  __device__ const char* x_row(int64_t row) const { return one_stride ? x + row * x_stride : x_rows.row(row); }
+  __device__ const char* x_row(int64_t row) const { return likely(one_stride) ? x + row * x_stride : x_rows.row(row); }
   __device__ const char* residual_row(int64_t row) const {
-    return one_stride ? residual + row * residual_stride : residual_rows.row(row);
+    return likely(one_stride) ? residual + row * residual_stride : residual_rows.row(row);
   }
 };
-
-// Adds up the squares of a vector: even and odd elements apart, since one sum after another is what a single row waits
-// for. Every kernel sums this way, so that a row's sum has the same bits in all of them.
-template <int N>
-__device__ inline float sum_of_squares(const float (&h)[N]) {
-  float even = 0.0f, odd = 0.0f;
-#pragma unroll
-  for (int i = 0; i < N; i += 2) {
-    even = fmaf(h[i], h[i], even);
-    odd = fmaf(h[i + 1], h[i + 1], odd);
-  }
-  return even + odd;
-}
-
-// rsqrtf is off by up to 2 ulp, which a whole fp32 row would inherit, so there it is the correctly rounded one;
-// rounding to 16 bits hides it, and a single row has 50 cycles less to wait for. The mean is a product for the same
-// reason: what that loses for widths that are no power of two is a quarter of an ulp of rstd.
-template <typename X>
-__device__ inline float inverse_rms(float sum, float inverse_width, float eps) {
-  const float mean = fmaf(sum, inverse_width, eps);
-  return sizeof(X) == 4 ? __frsqrt_rn(mean) : rsqrtf(mean);
-}
-
-// What a row is moved and scaled by.
-struct Moments {
-  float mean, rstd;
-};
-
-template <int N>
-__device__ inline float sum_of(const float (&h)[N]) {
-  float even = h[0], odd = h[1];
-#pragma unroll
-  for (int i = 2; i < N; i += 2) even += h[i], odd += h[i + 1];
-  return even + odd;
-}
-
-// Of the first `here` elements: kWhole of all or none.
-template <bool kWhole, int N>
-__device__ inline float sum_of_squares_around(const float (&h)[N], float mean, int here) {
-  float sums[2] = {};
-#pragma unroll
-  for (int i = 0; i < N; ++i) {
-    const float d = kWhole || i < here ? h[i] - mean : 0.0f;
-    sums[i % 2] = i < 2 ? d * d : fmaf(d, d, sums[i % 2]);
-  }
-  return kWhole && here == 0 ? 0.0f : sums[0] + sums[1];
-}
-
-__device__ inline float inverse(float count) { return count > 0.0f ? __frcp_rn(count) : 0.0f; }
-
-// What is gathered of a row, or of a part of one, by all its lanes together. `each` calls a function with each N
-// elements of the lane in turn and how many of them are the row's (kWhole: all or none), the others being 0; `count` is
-// how many the lanes have in all. Parts exchange kNumbers numbers and are added up in their order. `scratch` has
-// kNumbers * kLanes / 32 floats of this row's own.
-template <bool kCentred>
-struct Gathered;
-
-template <>
-struct Gathered<false> {
-  static constexpr int kNumbers = 1;
-  float squares = 0.0f;
-
-  template <int N, int kLanes, bool kWhole, typename Each>
-  __device__ static Gathered of_row(const Each& each, float, float, float* scratch) {
-    Gathered row;
-    each([&](const float (&h)[N], int) { row.squares += sum_of_squares(h); });
-    row.squares = row_sum<kLanes>(row.squares, scratch);
-    return row;
-  }
-  __device__ void numbers(float (&out)[kNumbers]) const { out[0] = squares; }
-
-  template <typename NumbersOf>
-  __device__ static Gathered of_parts(int parts, float, const NumbersOf& of) {
-    Gathered all;
-    for (int p = 0; p < parts; ++p) all.squares += of(p)[0];
-    return all;
-  }
-
-  template <typename X>
-  __device__ Moments moments(float inverse_width, float eps) const {
-    return {0.0f, inverse_rms<X>(squares, inverse_width, eps)};
-  }
-};
-
-// Two passes over what waits in registers, first the mean, then the squares around it: a row far from 0 loses nothing.
-// (One pass, around the row's first element or a point of each lane's own, was no faster: docs/log.md.) Parts take the
-// squares around their own means, and move them to the mean of all.
-template <>
-struct Gathered<true> {
-  static constexpr int kNumbers = 3;
-  float mean = 0.0f, count = 0.0f, squares = 0.0f;
-
-  template <int N, int kLanes, bool kWhole, typename Each>
-  __device__ static Gathered of_row(const Each& each, float count, float inverse_count, float* scratch) {
-    float sum = 0.0f, squares = 0.0f;
-    each([&](const float (&h)[N], int) { sum += sum_of(h); });
-    // A number, never part of another product: it has the same bits in all kernels.
-    const float mean = __fmul_rn(row_sum<kLanes>(sum, scratch), inverse_count);
-    each([&](const float (&h)[N], int here) { squares += sum_of_squares_around<kWhole>(h, mean, here); });
-    squares = row_sum<kLanes>(squares, scratch + (kLanes < kWarp ? 0 : kLanes / kWarp));
-    return {mean, count, squares};
-  }
-  __device__ void numbers(float (&out)[kNumbers]) const { out[0] = mean, out[1] = count, out[2] = squares; }
-
-  template <typename NumbersOf>
-  __device__ static Gathered of_parts(int parts, float inverse_width, const NumbersOf& of) {
-    Gathered all;
-    for (int p = 0; p < parts; ++p) all.mean = fmaf(of(p)[0], of(p)[1], all.mean), all.count += of(p)[1];
-    all.mean = __fmul_rn(all.mean, inverse_width);
-    for (int p = 0; p < parts; ++p) {
-      const float d = of(p)[0] - all.mean;
-      all.squares += fmaf(__fmul_rn(of(p)[1], d), d, of(p)[2]);
-    }
-    return all;
-  }
-
-  template <typename X>
-  __device__ Moments moments(float inverse_width, float eps) const {
-    return {mean, inverse_rms<X>(squares, inverse_width, eps)};
-  }
-};
-
-template <bool kCentred, typename X>
-__device__ inline float normalised(float h, const Moments& m, bool round_first) {
-  const float xhat = (kCentred ? h - m.mean : h) * m.rstd;
-  return round_first ? rounded<X>(xhat) : xhat;
-}
 
 // xhat * weight + bias. Without a bias +0 is added, in every kernel: a result of -0 has the same bits in all of them.
 template <bool kCentred>
@@ -225,6 +99,10 @@ struct Usual {
     weight = __ldg(reinterpret_cast<const uint4*>(a.weight) + at);
     if (kCentred) bias = a.bias != nullptr ? __ldg(reinterpret_cast<const uint4*>(a.bias) + at) : uint4{};
   }
+  __device__ void forget() {  // see PackedVector
+    asm volatile("" : "+r"(weight.x), "+r"(weight.y), "+r"(weight.z), "+r"(weight.w));
+    if (kCentred) asm volatile("" : "+r"(bias.x), "+r"(bias.y), "+r"(bias.z), "+r"(bias.w));
+  }
   __device__ void load_now(const ForwardArgs& a, int at) {
     weight = load_constant_now(a.weight + at * 16);
     if (kCentred) bias = a.bias != nullptr ? load_constant_now(a.bias + at * 16) : uint4{};
@@ -233,8 +111,8 @@ struct Usual {
 
 // y of one vector. kUsual leaves out what the usual arguments do not need, and with it the branches that keep the
 // compiler from asking for the next vector's weight early: 145 us became 134 at 32768x4096.
-template <bool kCentred, typename X, typename H, bool kUsual, bool kOffset = true>
-__device__ inline void scaled(const ForwardArgs& a, const Held<X, H>& held, const Moments& m, int index,
+template <bool kCentred, typename X, typename H, bool kUsual, bool kOffset, typename Normalised>
+__device__ inline void scaled(const ForwardArgs& a, const Held<X, H>& held, const Normalised& normalised, int index,
                               const Usual<kCentred>& usual, float (&y)[kVec<X>]) {
   float weight[kVec<X>], bias[kVec<X>] = {};
   held.get(y);
@@ -243,28 +121,28 @@ __device__ inline void scaled(const ForwardArgs& a, const Held<X, H>& held, cons
     if constexpr (kCentred) unpack<X>(usual.bias, bias);
 #pragma unroll
     for (int i = 0; i < kVec<X>; ++i) {
-      const float xhat = (kCentred ? y[i] - m.mean : y[i]) * m.rstd;
-      y[i] = placed<kCentred>(xhat, !kCentred && kOffset ? weight[i] + a.offset : weight[i], bias[i]);
+      y[i] = placed<kCentred>(normalised(y[i]), !kCentred && kOffset ? weight[i] + a.offset : weight[i], bias[i]);
     }
   } else {
     load_weight(a.weight, a.weight_dtype, a.offset, index, weight);
     if (kCentred && a.bias != nullptr) load_constant(a.bias, a.bias_dtype, index, bias);
 #pragma unroll
     for (int i = 0; i < kVec<X>; ++i) {
-      y[i] = placed<kCentred>(normalised<kCentred, X>(y[i], m, !kCentred && a.round_first), weight[i], bias[i]);
+      const float xhat = normalised(y[i]);
+      y[i] = placed<kCentred>(!kCentred && a.round_first ? rounded<X>(xhat) : xhat, weight[i], bias[i]);
     }
   }
 }
 
 // y of a row or a part. `usual` holds the lane's weights where they were asked for early; else they are asked for all
 // at once or, where a thread has many vectors or a bias too, some at a time: there are no registers for more.
-template <bool kCentred, typename X, typename H, typename C, bool kUsual, typename Place>
-__device__ inline void write_row(const ForwardArgs& a, char* y_row, const Place& at, const Moments& m,
+template <bool kCentred, typename X, typename H, typename C, bool kUsual, typename Place, typename Normalised>
+__device__ inline void write_row(const ForwardArgs& a, char* y_row, const Place& at, const Normalised& normalised,
                                  const Held<X, H> (&held)[C::kVecs], Usual<kCentred> (&usual)[C::kVecs]) {
   constexpr int kAtOnce = kCentred ? 2 : C::kVecs > 4 ? 4 : C::kVecs;
 #pragma unroll
   for (int v = 0; v < C::kVecs; ++v) {
-    if (kUsual && C::kKind != Kind::kSoon && v % kAtOnce == 0) {
+    if (kUsual && C::kKind == Kind::kMany && v % kAtOnce == 0) {
 #pragma unroll
       for (int next = v; next < v + kAtOnce; ++next) {
         const int i = at.lane + next * C::kLanes;
@@ -274,7 +152,7 @@ __device__ inline void write_row(const ForwardArgs& a, char* y_row, const Place&
     const int i = at.lane + v * C::kLanes;
     if (!kUsual && i >= at.count) continue;
     float y[kVec<X>];
-    scaled<kCentred, X, H, kUsual, C::kKind != Kind::kSoon>(a, held[v], m, at.skip + i, usual[v], y);
+    scaled<kCentred, X, H, kUsual, C::kKind == Kind::kMany>(a, held[v], normalised, at.skip + i, usual[v], y);
     if (i < at.count) store_floats<X>(y_row + i * 16, y);
   }
 }
@@ -287,7 +165,7 @@ template <bool kCentred, typename X, typename H, bool kResidual, typename C, boo
 __global__ void __launch_bounds__(C::kThreads, (kForwardBlocks<C, kResidual>))
     norm_forward_kernel(const __grid_constant__ ForwardArgs a) {
   constexpr int kH = kVec<X> * sizeof(H);  // bytes of a vector of h
-  constexpr bool kSoon = C::kKind == Kind::kSoon;
+  constexpr bool kSoon = C::kKind != Kind::kMany;
   using Sums = Gathered<kCentred>;
   // In a chain of small kernels starting one takes as long as running it: let the next start now, then wait for the
   // last.
@@ -296,7 +174,7 @@ __global__ void __launch_bounds__(C::kThreads, (kForwardBlocks<C, kResidual>))
     allow_next_kernel();
     wait_for_previous_kernel();
   }
-  __shared__ float scratch[Sums::kNumbers * C::kThreads / kWarp];
+  __shared__ float scratch[C::kGroups * kScratch<C>];
   __shared__ std::conditional_t<kParted, Exchange<Sums::kNumbers>, char> exchange;
   if constexpr (kParted) exchange.init();
   const Place<X, C, kParted> at(a.parts, a.rows, a.width);
@@ -304,7 +182,7 @@ __global__ void __launch_bounds__(C::kThreads, (kForwardBlocks<C, kResidual>))
 
   // One product of 32 bits where a row is waited for: for kSoon strides are below 2^32.
   auto soon = [&](const char* rows, int64_t stride) {
-    return rows + uint64_t{blockIdx.x} * static_cast<uint32_t>(stride);
+    return rows + uint64_t{static_cast<uint32_t>(row)} * static_cast<uint32_t>(stride);
   };
   const char* x_row = (kSoon ? soon(a.x, a.x_stride) : a.x_row(row)) + at.skip * 16;
   const char* residual_row = nullptr;
@@ -345,23 +223,155 @@ __global__ void __launch_bounds__(C::kThreads, (kForwardBlocks<C, kResidual>))
       float h[kVec<X>];
       held[v].get(h);
       f(h, at.lane + v * C::kLanes < at.count ? kVec<X> : 0);
+      if (kCentred) held[v].forget();
     }
   };
   const float count = static_cast<float>(at.count * kVec<X>);
-  float* const own = scratch + Sums::kNumbers * at.group * C::kLanes / kWarp;
-  Sums gathered =
-      Sums::template of_row<kVec<X>, C::kLanes, true>(each, count, kParted ? inverse(count) : a.inverse_width, own);
+  float* const own = scratch + at.group * kScratch<C>;
+  const float share = kParted ? inverse(count) : a.inverse_width;
+  constexpr bool kOnce = kCentred && sizeof(X) == 2;
+  Sums gathered = Sums::template of_row<kVec<X>, C, true>(each, count, share, kOnce, own);
   if constexpr (kParted) {
     float mine[Sums::kNumbers];
     gathered.numbers(mine);
     exchange.share(mine, a.parts.count, at.rank);
     gathered = Sums::of_parts(a.parts.count, a.inverse_width, [&](int p) -> const auto& { return exchange.values[p]; });
   }
-  const Moments m = gathered.template moments<X>(a.inverse_width, a.eps);
+  const Moments m = gathered.template moments<X>(a.inverse_width, a.eps, kOnce);
   if (at.lane == 0 && at.rank == 0 && at.count > 0) store_moments(a, row, m);
 
   char* y_row = a.y + element * static_cast<int64_t>(sizeof(X));
-  write_row<kCentred, X, H, C, kUsual>(a, y_row, at, m, held, usual);
+  if (kOnce && likely(m.near)) {
+    write_row<kCentred, X, H, C, kUsual>(a, y_row, at, Normalise<kCentred, true>(m), held, usual);
+  } else {
+    write_row<kCentred, X, H, C, kUsual>(a, y_row, at, Normalise<kCentred, false>(m), held, usual);
+  }
+}
+
+// Many rows of 16 bits in two parts, with the usual arguments: a block stays, and takes both parts of every
+// gridDim.x-th row. Rows come to shared memory ahead of use and leave it behind it, y in x's place. The weights stay in
+// registers: they are as many bytes as a row, and blocks that come and go ask L2 for them as often.
+using Stay = Config<256, 8, 512, 1>;
+constexpr int kStayStages = 3;
+
+template <typename X>
+__global__ void __launch_bounds__(Stay::kThreads, Stay::kBlocks)
+    layer_norm_stay_kernel(const __grid_constant__ ForwardArgs a) {
+  using C = Stay;
+  using Sums = Gathered<true>;
+  constexpr int N = kVec<X>, kWarps = C::kThreads / kWarp;
+  extern __shared__ __align__(128) uint4 stage_bytes[];
+  __shared__ uint64_t arrived[kStayStages];
+  __shared__ float scratch[3][kWarps];
+  const int vectors = a.width / N;
+  const int lane = threadIdx.x % C::kLanes;
+  const int skip = static_cast<int>(threadIdx.x) / C::kLanes * a.parts.vectors;
+  const int count = min(a.parts.vectors, vectors - skip);
+  auto stage_at = [&](int s) { return stage_bytes + s * vectors; };
+  auto fetch = [&](int64_t row, int s) {
+    if (threadIdx.x > 0 || row >= a.rows) return;
+    expect_bytes(&arrived[s], vectors * 16);
+    copy_bulk(stage_at(s), a.x_row(row), vectors * 16, &arrived[s], read_policy(a.large));
+  };
+  if (threadIdx.x < kStayStages) init_barrier(&arrived[threadIdx.x]);
+  __syncthreads();  // nobody asks a barrier before it is there
+#pragma unroll
+  for (int s = 0; s < kStayStages; ++s) fetch(blockIdx.x + s * static_cast<int64_t>(gridDim.x), s);
+  Usual<true> usual[C::kVecs];
+#pragma unroll
+  for (int v = 0; v < C::kVecs; ++v) {
+    if (lane + v * C::kLanes < count) usual[v].load_now(a, skip + lane + v * C::kLanes);
+  }
+  // The sum of each part's lanes, in the order of row_sum.
+  auto sums_of = [&](const float* between, float (&of)[2]) {
+    const float mine = lane_sum<kWarps / 2>(between[threadIdx.x % kWarps]);
+    const float other = __shfl_xor_sync(0xffffffffu, mine, kWarps / 2);
+    const bool second = threadIdx.x & kWarps / 2;
+    of[0] = second ? other : mine, of[1] = second ? mine : other;
+  };
+  const float counts[2] = {static_cast<float>(a.parts.vectors * N),
+                           static_cast<float>((vectors - a.parts.vectors) * N)};
+  const float shares[2] = {inverse(counts[0]), inverse(counts[1])};
+
+  int s = 0, parity = 0;
+  for (int64_t row = blockIdx.x; row < a.rows; row += gridDim.x) {
+    wait_for_bytes(&arrived[s], parity);
+    uint4* const stage = stage_at(s) + skip;
+    auto vector = [&](int v) {
+      const int i = lane + v * C::kLanes;
+      return PackedVector<X>{i < count ? stage[i] : make_uint4(0, 0, 0, 0)};
+    };
+    float sums[2] = {};
+#pragma unroll
+    for (int v = 0; v < C::kVecs; ++v) {
+      float h[N];
+      vector(v).get(h);
+      sums[0] += sum_of(h);
+      sums[1] += sum_of_squares(h);
+    }
+#pragma unroll
+    for (int k = 0; k < 2; ++k) {
+      sums[k] = lane_sum<kWarp>(sums[k]);
+      if (threadIdx.x % kWarp == 0) scratch[k][threadIdx.x / kWarp] = sums[k];
+    }
+    __syncthreads();
+    float met[2][2];
+#pragma unroll
+    for (int k = 0; k < 2; ++k) sums_of(scratch[k], met[k]);
+    Sums parts[2];
+#pragma unroll
+    for (int p = 0; p < 2; ++p) parts[p] = Sums::of_sums({met[0][p], met[1][p]}, counts[p], shares[p]);
+    if (unlikely(!parts[0].lies_near() || !parts[1].lies_near())) {
+      const float mean = threadIdx.x < C::kLanes ? parts[0].mean : parts[1].mean;
+      float squares = 0.0f;
+#pragma unroll
+      for (int v = 0; v < C::kVecs; ++v) {
+        float h[N];
+        vector(v).get(h);
+        squares += sum_of_squares_around<true>(h, mean, lane + v * C::kLanes < count ? N : 0);
+      }
+      squares = lane_sum<kWarp>(squares);
+      if (threadIdx.x % kWarp == 0) scratch[2][threadIdx.x / kWarp] = squares;
+      __syncthreads();
+      sums_of(scratch[2], met[0]);
+#pragma unroll
+      for (int p = 0; p < 2; ++p) {
+        if (!parts[p].lies_near()) parts[p].squares = met[0][p];
+      }
+    }
+    float numbers[2][Sums::kNumbers];
+#pragma unroll
+    for (int p = 0; p < 2; ++p) parts[p].numbers(numbers[p]);
+    const Sums whole = Sums::of_parts(2, a.inverse_width, [&](int p) -> const auto& { return numbers[p]; });
+    const Moments m = whole.template moments<X>(a.inverse_width, a.eps, true);
+    if (threadIdx.x == 0) store_moments(a, row, m);
+    auto write = [&](const auto& normalised) {
+#pragma unroll
+      for (int v = 0; v < C::kVecs; ++v) {
+        const int i = lane + v * C::kLanes;
+        float y[N];
+        usual[v].forget();
+        scaled<true, X, X, true, true>(a, vector(v), normalised, skip + i, usual[v], y);
+        if (i < count) store_floats<X>(stage + i, y);
+      }
+    };
+    if (likely(m.near)) {
+      write(Normalise<true, true>(m));
+    } else {
+      write(Normalise<true, false>(m));
+    }
+    fence_copies();
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      store_bulk(a.y + row * vectors * 16, stage_at(s), vectors * 16);
+      if (row >= gridDim.x) {  // the row before this one has left its stage
+        wait_for_stores<1>();
+        fetch(row + (kStayStages - 1) * static_cast<int64_t>(gridDim.x), s == 0 ? kStayStages - 1 : s - 1);
+      }
+    }
+    if (++s == kStayStages) s = 0, parity ^= 1;
+  }
+  if (threadIdx.x == 0) wait_for_stores<0>();
 }
 
 // Blocks of a multiprocessor whose threads have registers for a row, for its weights where they are kept, and for the
@@ -380,8 +390,7 @@ __global__ void __launch_bounds__(C::kThreads, (kBundleBlocks<X, C>))
   constexpr int kSpan = C::kLanes * N;
   extern __shared__ __align__(128) uint4 bundle_bytes[];
   __shared__ uint64_t arrived;
-  constexpr int kNumbers = Gathered<kCentred>::kNumbers;
-  __shared__ float scratch[2][kNumbers * C::kThreads / kWarp];
+  __shared__ float scratch[2][C::kGroups * kScratch<C>];
   char* const bundle = reinterpret_cast<char*>(bundle_bytes);
   const int group = threadIdx.x / C::kLanes;
   const int lane = threadIdx.x % C::kLanes;
@@ -420,11 +429,12 @@ __global__ void __launch_bounds__(C::kThreads, (kBundleBlocks<X, C>))
       }
       loaded = true;
     };
-    float* const own = &scratch[r / C::kGroups % 2][kNumbers * group * C::kLanes / kWarp];
+    float* const own = &scratch[r / C::kGroups % 2][group * kScratch<C>];
     const auto gathered =
-        Gathered<kCentred>::template of_row<N, C::kLanes, false>(each, static_cast<float>(width), a.inverse_width, own);
-    const Moments m = gathered.template moments<X>(a.inverse_width, a.eps);
+        Gathered<kCentred>::template of_row<N, C, false>(each, static_cast<float>(width), a.inverse_width, false, own);
+    const Moments m = gathered.template moments<X>(a.inverse_width, a.eps, false);
     if (lane == 0 && width > 0) store_moments(a, first + r, m);
+    const Normalise<kCentred, false> normalised(m);
 #pragma unroll
     for (int v = 0; v < C::kVecs; ++v) {
       if (v * kSpan >= a.width) break;
@@ -434,7 +444,7 @@ __global__ void __launch_bounds__(C::kThreads, (kBundleBlocks<X, C>))
         load_row_columns<C::kLanes>(a.bias, a.bias_dtype, v * kSpan + lane, a.width, bias);
       }
 #pragma unroll
-      for (float& one : h[v]) one = (kCentred ? one - m.mean : one) * m.rstd;
+      for (float& one : h[v]) one = normalised(one);
       if (!kCentred && a.round_first) {
 #pragma unroll
         for (float& one : h[v]) one = rounded<X>(one);
@@ -454,7 +464,8 @@ __global__ void __launch_bounds__(any_threads(kLanes), 1024 / any_threads(kLanes
     norm_forward_any_kernel(const __grid_constant__ ForwardArgs a) {
   constexpr int N = kVec<X>;
   using Sums = Gathered<kCentred>;
-  __shared__ float scratch[2][Sums::kNumbers * any_threads(kLanes) / kWarp];
+  using C = Config<kLanes, 1, any_threads(kLanes), 1>;
+  __shared__ float scratch[2][C::kGroups * kScratch<C>];
   const int group = threadIdx.x / kLanes;
   const int lane = threadIdx.x % kLanes;
   const int64_t index = static_cast<int64_t>(blockIdx.x) * (any_threads(kLanes) / kLanes) + group;
@@ -487,6 +498,7 @@ __global__ void __launch_bounds__(any_threads(kLanes), 1024 / any_threads(kLanes
     }
   };
 
+  const bool once = sizeof(X) == 2 && a.width % N == 0;
   float met[kMaxParts][Sums::kNumbers];
   Sums gathered;
   for (int part = 0; part < a.parts.count; ++part) {
@@ -499,17 +511,19 @@ __global__ void __launch_bounds__(any_threads(kLanes), 1024 / any_threads(kLanes
         f(h, span.template count<N>());
       }
     };
-    float* const own = &scratch[part % 2][Sums::kNumbers * group * kLanes / kWarp];
+    float* const own = &scratch[part % 2][group * kScratch<C>];
     const float count = static_cast<float>(end - begin);
     const float share = a.parts.count == 1 ? a.inverse_width : inverse(count);
-    gathered = Sums::template of_row<N, kLanes, false>(each, count, share, own);
+    gathered = Sums::template of_row<N, C, false>(each, count, share, once, own);
     gathered.numbers(met[part]);
   }
   if (a.parts.count > 1) {
     gathered = Sums::of_parts(a.parts.count, a.inverse_width, [&](int p) -> const auto& { return met[p]; });
   }
-  const Moments m = gathered.template moments<X>(a.inverse_width, a.eps);
+  const Moments m = gathered.template moments<X>(a.inverse_width, a.eps, once);
   if (lane == 0 && width > 0) store_moments(a, index, m);
+  const Normalise<kCentred, true> near(m);
+  const Normalise<kCentred, false> far(m);
 
   for (int base = 0; base < width; base += kLanes * N) {
     const Span span = span_of<N, kLanes>(lane, base, width);
@@ -521,7 +535,8 @@ __global__ void __launch_bounds__(any_threads(kLanes), 1024 / any_threads(kLanes
     }
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-      h[i] = placed<kCentred>(normalised<kCentred, X>(h[i], m, !kCentred && a.round_first), weight[i], bias[i]);
+      const float xhat = m.near ? near(h[i]) : far(h[i]);
+      h[i] = placed<kCentred>(!kCentred && a.round_first ? rounded<X>(xhat) : xhat, weight[i], bias[i]);
     }
     store_elements(y_row, kDType<X>, span, h);
   }
@@ -560,6 +575,16 @@ struct Forward {
     return true;
   }
 
+  template <typename X>
+  static bool launch_stay(const ForwardArgs& a, const DeviceFacts& facts, int device, cudaStream_t stream) {
+    static std::atomic<bool> allowed[kMaxDevices];
+    const int64_t bytes = kStayStages * a.width * static_cast<int64_t>(sizeof(X));
+    if (facts.capability < 90 || !allow_shared(layer_norm_stay_kernel<X>, device, bytes, allowed)) return false;
+    const unsigned blocks = static_cast<unsigned>(facts.multiprocessors);
+    layer_norm_stay_kernel<X><<<blocks, Stay::kThreads, static_cast<size_t>(bytes), stream>>>(a);
+    return true;
+  }
+
   template <typename X, typename H, bool kResidual, bool kUsual>
   static Status launch_vectors(ForwardArgs& a, int device, cudaStream_t stream) {
     const int64_t count = a.width / kVec<X>;
@@ -573,14 +598,7 @@ struct Forward {
       const auto kernel = norm_forward_kernel<kCentred, X, H, kResidual, C, kUsual, false>;
       status = launch(kernel, grid, C::kThreads, 0, a.chained, stream, a);
     };
-    if constexpr (kUsual && std::is_same_v<X, H>) {
-      const bool near = a.one_stride && (a.x_stride | a.residual_stride) >> 32 == 0;
-      if (few && near && count > kFewVectors && a.offset == 0.0f && FewRowsConfigs<kCentred>::pick(count, held)) {
-        return status;
-      }
-    }
-    if (ForwardConfigs<kCentred>::pick(count, held)) return status;
-    with_part<X>(a.width, [&](auto config) {
+    auto parted = [&](auto config) {
       using C = decltype(config);
       static std::atomic<int> clusters[kMaxDevices][kMaxParts + 1];
       const auto kernel = norm_forward_kernel<kCentred, X, H, kResidual, C, kUsual, true>;
@@ -588,7 +606,22 @@ struct Forward {
       if (launch_parts(kernel, a, a.rows, a.parts.count, C::kThreads, a.chained, facts, known, stream)) return;
       launch_any<X, C::kLanes>(a, stream);
       status = launch_status();
-    });
+    };
+    const bool whole = a.parts.count == 1;
+    if constexpr (kUsual && std::is_same_v<X, H>) {
+      const bool near = a.one_stride && (a.x_stride | a.residual_stride) >> 32 == 0;
+      if (few && near && a.offset == 0.0f && count > kFewVectors<kCentred>) {
+        if (whole && FewRowsConfigs<kCentred>::pick(count, held)) return status;
+        if (!whole && FewRowsParts::pick(a.parts.vectors, parted)) return status;
+      }
+    }
+    if (ForwardConfigs<kCentred>::pick(count, held)) return status;
+    if constexpr (kCentred && sizeof(X) == 2 && !kResidual && kUsual) {
+      if (a.parts.count == 2 && a.rows >= 8 * facts.multiprocessors && launch_stay<X>(a, facts, device, stream)) {
+        return launch_status();
+      }
+    }
+    with_part<X>(a.width, parted);
     return status;
   }
 

@@ -27,6 +27,7 @@ struct Parts {
 // Which row and which part of it a block, or a group of lanes, has.
 template <typename X, typename C, bool kParted>
 struct Place {
+  static constexpr bool kOneRow = !kParted && C::kKind != Kind::kMany;  // a block, and no block too many
   int group, lane, rank, skip, count;
   int64_t row;
 
@@ -38,7 +39,7 @@ struct Place {
     skip = kParted ? rank * parts.vectors : 0;
     const int all = width / kVec<X>;
     // Threads of rows past the end stay for the sums of their block; with no vectors to their name they touch nothing.
-    count = row < rows ? (kParted ? min(parts.vectors, all - skip) : all) : 0;
+    count = kOneRow || row < rows ? (kParted ? min(parts.vectors, all - skip) : all) : 0;
   }
 };
 
@@ -85,13 +86,17 @@ struct Meeting {
       if (threadIdx.x < parts) send(mine[k], &sums[place][rank][k], &arrived[place], threadIdx.x);
     }
   }
-  __device__ void sum_of_parts(float (&all)[kCount], int parts, int64_t round) {
+  __device__ const float (&wait(int64_t round) const)[kMaxParts][kCount] {
     const int place = static_cast<int>(round % kPlaces);
     wait_for_bytes(&arrived[place], static_cast<int>(round / kPlaces % 2));
+    return sums[place];
+  }
+  __device__ void sum_of_parts(float (&all)[kCount], int parts, int64_t round) const {
+    const float (&met)[kMaxParts][kCount] = wait(round);
 #pragma unroll
     for (int k = 0; k < kCount; ++k) {
-      all[k] = sums[place][0][k];
-      for (int part = 1; part < parts; ++part) all[k] += sums[place][part][k];
+      all[k] = met[0][k];
+      for (int part = 1; part < parts; ++part) all[k] += met[part][k];
     }
   }
 };

@@ -42,12 +42,12 @@ struct Rows {
   Divisor divisors[kFastDims];
 
   __host__ __device__ bool present() const { return dtype != DType::kAbsent; }
+  bool plain() const { return vectors && outer == 1; }  // vectors, one stride from row to row
 
-  __device__ char* row(int64_t index) const { return outer == 1 ? data + index * strides[0] : folded_row(index); }
-
-  // Out of line: inlined wherever a row is asked for it was half of the code, and a kernel's first microsecond goes by
-  // waiting for code.
-  __device__ __noinline__ char* folded_row(int64_t index) const {
+  // Inlined, always: out of line it would take the address of a kernel's parameters, and those are then read from
+  // memory, a microsecond each time.
+  __device__ __forceinline__ char* row(int64_t index) const {
+    if (likely(outer == 1)) return data + index * strides[0];
     char* at = data;
     uint32_t rest = static_cast<uint32_t>(index);
 #pragma unroll
@@ -104,7 +104,8 @@ inline Rows make_rows(const TensorView& view, int64_t width, int vec) {
     rows.vectors &= rows.strides[d] % 16 == 0;
     count *= rows.sizes[d] > 0 ? rows.sizes[d] : 1;
   }
-  rows.adjacent = rows.outer == 1 && rows.strides[0] == width * element_bytes(view.dtype);
+  const bool alone = rows.outer == 1 && rows.sizes[0] <= 1;  // a row that has none beside it
+  rows.adjacent = alone || (rows.outer == 1 && rows.strides[0] == width * element_bytes(view.dtype));
   if (rows.outer > 1) rows.vectors &= rows.outer <= kFastDims && count < (int64_t{1} << 31);
   for (int d = 0; rows.vectors && rows.outer > 1 && d < rows.outer; ++d) {
     rows.divisors[d] = Divisor(static_cast<uint32_t>(rows.sizes[d]));
@@ -158,32 +159,46 @@ __device__ inline void store_floats(void* to, const float (&in)[N]) {
   }
 }
 
-// Vector number `index` of a small tensor whose dtype is known only at run time, a weight: the branch is the same for
-// all threads, and a template over every mix of dtypes would triple the kernels. By the read-only path: the compiler
-// may ask for the next one before the stores of this one.
+// A vector of a small tensor whose dtype is known only at run time, a weight or a mask: the branches are the same for
+// all threads, and a template over every mix of dtypes would triple the kernels. Asked for first and looked at later,
+// so that several can be on their way. By the read-only path: the compiler may ask for the next one before the stores
+// of this one.
 template <int N>
-__device__ inline void load_constant(const char* from, DType dtype, int64_t index, float (&out)[N]) {
-  const char* at = from + index * N * element_bytes(dtype);
-  if constexpr (N == 8) {
-    const uint4 low = __ldg(reinterpret_cast<const uint4*>(at));
-    if (dtype == DType::kFloat32) {
-      const uint4 both[2] = {low, __ldg(reinterpret_cast<const uint4*>(at) + 1)};
-      load_floats<float>(both, out);
-    } else if (dtype == DType::kBFloat16) {
-      unpack<bf16>(low, out);
+struct ConstantVector {
+  uint4 raw[N / 4] = {};
+
+  __device__ void load(const char* from, DType dtype, int64_t index) {
+    const char* at = from + index * N * element_bytes(dtype);
+    const bool wide = dtype == DType::kFloat32;
+    if constexpr (N == 4) {
+      if (wide) {
+        raw[0] = __ldg(reinterpret_cast<const uint4*>(at));
+      } else {
+        const uint2 half = __ldg(reinterpret_cast<const uint2*>(at));
+        raw[0].x = half.x, raw[0].y = half.y;
+      }
     } else {
-      unpack<fp16>(low, out);
-    }
-  } else if (dtype == DType::kFloat32) {
-    unpack<float>(__ldg(reinterpret_cast<const uint4*>(at)), out);
-  } else {
-    const uint2 raw = __ldg(reinterpret_cast<const uint2*>(at));
-    if (dtype == DType::kBFloat16) {
-      load_floats<bf16>(&raw, out);
-    } else {
-      load_floats<fp16>(&raw, out);
+      raw[0] = __ldg(reinterpret_cast<const uint4*>(at));
+      if (wide) raw[1] = __ldg(reinterpret_cast<const uint4*>(at) + 1);
     }
   }
+  __device__ void get(DType dtype, float (&out)[N]) const {
+    if (dtype == DType::kFloat32) {
+      load_floats<float>(raw, out);
+    } else if (dtype == DType::kBFloat16) {
+      load_floats<bf16>(raw, out);
+    } else {
+      load_floats<fp16>(raw, out);
+    }
+  }
+};
+
+// Vector number `index`.
+template <int N>
+__device__ inline void load_constant(const char* from, DType dtype, int64_t index, float (&out)[N]) {
+  ConstantVector<N> vector;
+  vector.load(from, dtype, index);
+  vector.get(dtype, out);
 }
 
 inline bool same_sizes(const TensorView& a, const TensorView& b) {
@@ -230,7 +245,9 @@ inline int64_t count_rows(const TensorView& x) {
 enum class Kind {
   kMany,  // compiled for throughput
   kSoon,  // for a few rows: compiled for what comes soonest
+  kWide,  // the same, with kTurns times the lanes, a vector each
 };
+constexpr int kTurns = 4;
 
 template <int lanes, int vecs, int threads, int blocks, Kind kind = Kind::kMany>
 struct Config {
@@ -263,6 +280,10 @@ __device__ inline void fetch_rows(const Rows& from, int64_t first, int count, in
                                   uint64_t* barrier, uint64_t policy) {
   const int bytes = vectors * kBytes;
   if constexpr (kCopyEngine) {
+    if constexpr (C::kGroups == 1) {
+      copy_bulk(to, from.row(first) + skip * kBytes, bytes, barrier, policy);
+      return;
+    }
     // Rows without a gap are one long run: 4 % faster than a request a row in backward at a width of 1024.
     const int runs = from.adjacent ? 1 : count;
     const uint32_t run_bytes = from.adjacent ? count * bytes : bytes;
@@ -291,6 +312,8 @@ struct PackedVector {
   __device__ void load(const char* from) { raw = load_vector(from); }
   __device__ void get(float (&out)[kVec<X>]) const { unpack<X>(raw, out); }
   __device__ void set(const float (&in)[kVec<X>]) { raw = packed<X>(in); }
+  // Has the numbers taken out anew next time: the compiler would keep them, in registers it does not have.
+  __device__ void forget() { asm volatile("" : "+r"(raw.x), "+r"(raw.y), "+r"(raw.z), "+r"(raw.w)); }
 };
 
 template <typename X>
@@ -305,6 +328,7 @@ struct FloatVector {
 #pragma unroll
     for (int i = 0; i < kVec<X>; ++i) value[i] = in[i];
   }
+  __device__ void forget() {}
 };
 
 template <typename X, typename H>
@@ -610,8 +634,6 @@ __device__ inline void load_weight_columns(const char* weight, DType dtype, floa
 
 // ---- sums over columns ----
 
-constexpr int kSumThreads = 512;
-
 // Adds the partial rows. A block takes 4 * kQuads columns: kQuads lanes of a warp a quad each, its other lanes other
 // rows, and so do its other warps; then the lanes meet by shuffles, the warps in shared memory. blockIdx.y says which
 // of the sums it is.
@@ -621,14 +643,14 @@ struct ColumnSums {
   DType dtype[2];
 };
 
-template <int kQuads>
-__global__ void __launch_bounds__(kSumThreads) column_sums_kernel(const __grid_constant__ ColumnSums sums_of,
-                                                                  int64_t partial_rows, int64_t stride, int64_t width) {
+template <int kQuads, int kThreads>
+__global__ void __launch_bounds__(kThreads) column_sums_kernel(const __grid_constant__ ColumnSums sums_of,
+                                                               int64_t partial_rows, int64_t stride, int64_t width) {
   const bool second = blockIdx.y > 0;
   const float* partial = second ? sums_of.partial[1] : sums_of.partial[0];
   char* out = second ? sums_of.out[1] : sums_of.out[0];
   const DType dtype = second ? sums_of.dtype[1] : sums_of.dtype[0];
-  constexpr int kWarps = kSumThreads / kWarp;
+  constexpr int kWarps = kThreads / kWarp;
   constexpr int kColumns = 4 * kQuads;
   constexpr int kRows = kWarp / kQuads;  // of a warp
   __shared__ float4 sums[kWarps][kQuads];
@@ -675,11 +697,13 @@ inline Status column_sums(const float* const (&partial)[2], int64_t partial_rows
     sums.partial[count] = partial[i], sums.out[count] = static_cast<char*>(out[i].data);
     sums.dtype[count++] = out[i].dtype;
   }
-  auto with_quads = [&](auto kernel, int quads) {
+  auto with_quads = [&](auto kernel, int quads, int threads) {
     const dim3 grid(static_cast<unsigned>(divide_up(width, 4 * quads)), count);
-    return launch(kernel, grid, kSumThreads, 0, programmatic, stream, sums, partial_rows, stride, width);
+    return launch(kernel, grid, threads, 0, programmatic, stream, sums, partial_rows, stride, width);
   };
-  return width <= 2048 ? with_quads(column_sums_kernel<4>, 4) : with_quads(column_sums_kernel<8>, 8);
+  if (width <= 2048) return with_quads(column_sums_kernel<4, 512>, 4, 512);
+  return width <= 8192 ? with_quads(column_sums_kernel<8, 512>, 8, 512)
+                       : with_quads(column_sums_kernel<8, 128>, 8, 128);
 }
 
 }  // namespace fuselm

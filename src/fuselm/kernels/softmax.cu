@@ -3,6 +3,7 @@
 //
 // Traffic. Forward reads x once and writes y once, backward reads dy and y once and writes dx once: the row waits in
 // registers. What a causal mask hides is not read. No atomics.
+#include <cfloat>
 #include <cmath>
 
 #include "softmax.cuh"
@@ -12,136 +13,175 @@ namespace softmax {
 namespace {
 
 struct ForwardArgs {
+  // What every launch reads is in the first 48 bytes, one line of the constant cache: that is cold when a kernel
+  // starts, and each line after another would be most of a microsecond on the way to the first load.
   const char* x;
   char* y;  // contiguous
-  int64_t x_stride;
   int64_t rows;
+  int64_t row_bytes;
   int32_t width;
-  float scale;  // to scores
-  bool one_stride, chained, large;
-  bool causal;
-  int32_t queries;  // rows of a causal square
+  float unit;     // x to scores where there is no mask
+  bool adjacent;  // x is contiguous too
+  bool falls;     // x is to be taken with the other sign
+  bool chained, large;
+  float scale;  // x to what the mask is added to
   Parts parts;
+  bool masked, causal;
+  int32_t queries;  // rows of a causal square
+  Divisor by_queries;
   Rows x_rows, mask;
-
-  __device__ const char* x_row(int64_t row) const { return one_stride ? x + row * x_stride : x_rows.row(row); }
 
   // Columns that a row may see: query t of T sees the keys up to t + width - T.
   __device__ int visible(int64_t row) const {
     if (!causal) return width;
-    const int64_t columns = row % queries + width - queries + 1;
-    return columns < 0 ? 0 : static_cast<int>(columns);
+    const uint32_t low = static_cast<uint32_t>(row);
+    // The product is half the price; row numbers of 2^31 and more are for the long way.
+    const int query = rows >> 31 == 0 ? static_cast<int>(low - by_queries.divide(low) * by_queries.value)
+                                      : static_cast<int>(row % queries);
+    return max(query + width - queries + 1, 0);
+  }
+
+  // How the scores around a row's largest value are taken.
+  __device__ Level level(float top, bool other_sign) const {
+    Level taken(top, unit);
+    if (other_sign) taken.unit = -taken.unit;
+    return taken;
   }
 };
 
 struct BackwardArgs {
-  Rows dy, y;
+  // What every launch reads first, as above.
+  const char *dy, *y;
   char* dx;  // contiguous
-  int64_t rows;
+  int64_t row_bytes;
   int32_t width;
   float scale;
+  bool adjacent;  // dy and y are contiguous too
   bool chained, large;
+  int64_t rows;
   Parts parts;
+  Rows dy_rows, y_rows;
 };
 
-// Scores of one vector where there is a mask: in fp32 and ready, so that the mask is read once. `seen` is how many of
-// the vector's columns may be seen.
-template <typename X>
-__device__ inline void masked_scores(float scale, const float (&mask)[kVec<X>], int seen, float (&value)[kVec<X>]) {
+// x of one vector with the mask: in fp32 and ready, so that the mask is read once. `seen` is how many of the vector's
+// columns may be seen.
+template <int N>
+__device__ inline void mask_values(float scale, const float (&mask)[N], int seen, float (&value)[N]) {
 #pragma unroll
-  for (int i = 0; i < kVec<X>; ++i) {
-    value[i] = i < seen ? fmaf(value[i], scale, mask[i] * Base<X>::kUnit) : -infinity();
-  }
+  for (int i = 0; i < N; ++i) value[i] = fmaf(value[i], scale, mask[i]);
+#pragma unroll
+  for (int i = 0; seen < N && i < N; ++i) value[i] = i < seen ? value[i] : -infinity();
 }
 
-template <typename C, bool kMasked>
-constexpr int kForwardBlocks = fitting_blocks(C::kThreads, kMasked&& C::kBlocks > 1 ? C::kBlocks / 2 : C::kBlocks);
+// More elements a thread than without a mask: there is more to be done once for all of them.
+using MaskedConfigs = ConfigList<Config<8, 1, 128, 1>, Config<16, 1, 128, 1>, Config<32, 1, 128, 1>,
+                                 Config<32, 2, 128, 10>, Config<32, 3, 128, 10>, Config<32, 4, 128, 10>,
+                                 Config<64, 4, 128, 10>, Config<128, 4, 128, 10>, Config<256, 4, 256, 4>>;
+// A row waits in fp32 where there is a mask: half as many blocks, twice the registers, but where it is short.
+template <typename X, typename C, bool kMasked>
+constexpr int kForwardBlocks =
+    fitting_blocks(C::kThreads, kMasked&& C::kBlocks > 1 && C::kVecs * kVec < X >> 16 ? C::kBlocks / 2 : C::kBlocks);
 
 template <typename X, typename C, bool kParted, bool kMasked>
-__global__ void __launch_bounds__(C::kThreads, (kForwardBlocks<C, kMasked>))
+__global__ void __launch_bounds__(C::kThreads, (kForwardBlocks<X, C, kMasked>))
     softmax_forward_kernel(const __grid_constant__ ForwardArgs a) {
   constexpr int N = kVec<X>;
+  constexpr bool kSoon = C::kKind == Kind::kSoon;
   __shared__ float scratch[2 * C::kThreads / kWarp];
   __shared__ std::conditional_t<kParted, Exchange<2>, char> exchange;
-  if (a.chained) {
+  if (kSoon || a.chained) {
     allow_next_kernel();
     wait_for_previous_kernel();
   }
   if constexpr (kParted) exchange.init();
   const Place<X, C, kParted> at(a.parts, a.rows, a.width);
   const int seen = kMasked ? (at.count > 0 ? a.visible(at.row) : 0) : a.width;
-  const char* x_row = a.x_row(at.row) + at.skip * 16;
-  const uint64_t policy = read_policy(a.large);
+  const int64_t offset = kSoon ? blockIdx.x * static_cast<uint32_t>(a.row_bytes) : at.row * a.row_bytes + at.skip * 16;
+  const char* x_row = kSoon || likely(a.adjacent) ? a.x + offset : a.x_rows.row(at.row) + at.skip * 16;
+  const uint64_t policy = read_policy(!kSoon && a.large);
+  const bool falls = !kSoon && a.falls;
 
   const char* mask_row = kMasked && a.mask.present() && at.count > 0 ? a.mask.row(at.row) : nullptr;
+  // Whether any column of a lane's vector may be seen: those that may not are neither read nor raised to any power.
+  auto shows = [&](int v) {
+    const int i = at.lane + v * C::kLanes;
+    return i < at.count && (!kMasked || (at.skip + i) * N < seen);
+  };
   uint4 raw[C::kVecs];
 #pragma unroll
   for (int v = 0; v < C::kVecs; ++v) {
-    const int i = at.lane + v * C::kLanes;
+    const char* from = x_row + (at.lane + v * C::kLanes) * 16;
     raw[v] = make_uint4(0, 0, 0, 0);
-    if (i < at.count && (!kMasked || (at.skip + i) * N < seen)) raw[v] = load_vector(x_row + i * 16, policy);
+    if (shows(v))
+      raw[v] = kSoon ? load_vector(from) : kMasked ? load_vector_once(from, policy) : load_vector(from, policy);
   }
 
   // Asked for while x is still on its way, where a thread has registers for it.
   constexpr bool kMaskFirst = kMasked && C::kVecs * N <= 32;
-  float mask[kMaskFirst ? C::kVecs : 1][N] = {};
-  auto load_mask = [&](int v, float (&out)[N]) {
-    const int i = at.lane + v * C::kLanes;
-    if (mask_row != nullptr && i < at.count) load_constant(mask_row, a.mask.dtype, at.skip + i, out);
+  ConstantVector<N> mask[kMaskFirst ? C::kVecs : 1];
+  auto load_mask = [&](int v, ConstantVector<N>& to) {
+    if (mask_row != nullptr && shows(v)) to.load(mask_row, a.mask.dtype, at.skip + at.lane + v * C::kLanes);
   };
 #pragma unroll
   for (int v = 0; kMaskFirst && v < C::kVecs; ++v) load_mask(v, mask[v]);
 
   std::conditional_t<kMasked, FloatVector<X>, PackedVector<X>> held[C::kVecs];
-  const float unit = kMasked ? 1.0f : a.scale;
   Power<X> mine = {-infinity(), 0.0f};
 #pragma unroll
   for (int v = 0; v < C::kVecs; ++v) {
-    const int i = at.lane + v * C::kLanes;
-    float value[N];
-    unpack<X>(raw[v], value);
-    if constexpr (kMasked) {
-      if (!kMaskFirst) load_mask(v, mask[0]);
-      const int column = (at.skip + i) * N;
-      masked_scores<X>(a.scale, mask[kMaskFirst ? v : 0], i < at.count ? seen - column : 0, value);
-      held[v].set(value);
-    } else {
+    if constexpr (!kMasked) {
       held[v].raw = raw[v];
+    } else if (shows(v)) {
+      float value[N], added[N] = {};
+      unpack<X>(raw[v], value);
+      if (!kMaskFirst) load_mask(v, mask[0]);
+      if (mask_row != nullptr) mask[kMaskFirst ? v : 0].get(a.mask.dtype, added);
+      mask_values(a.scale, added, seen - (at.skip + at.lane + v * C::kLanes) * N, value);
+      held[v].set(value);
+      mine.top = largest(value, mine.top);
     }
-    if (kMasked && i < at.count) mine.top = largest(value, unit, mine.top);
   }
   if constexpr (!kMasked) {
-    const bool falls = a.scale < 0.0f;  // then the largest score is that of the smallest number
-    float extreme_value = falls ? infinity() : -infinity();
+    float smallest = infinity();
 #pragma unroll
     for (int v = 0; v < C::kVecs; ++v) {
-      if (at.lane + v * C::kLanes >= at.count) continue;
-      extreme_value = falls ? extreme<X, true>(raw[v], extreme_value) : extreme<X, false>(raw[v], extreme_value);
+      if (!shows(v)) continue;
+      if (unlikely(falls)) {
+        smallest = extreme<X, true>(raw[v], smallest);
+      } else {
+        mine.top = extreme<X, false>(raw[v], mine.top);
+      }
     }
-    if (at.lane < at.count) mine.top = __fmul_rn(extreme_value, unit);
+    if (falls) mine.top = -smallest;
   }
+  const Level near = a.level(mine.top, falls);
 #pragma unroll
   for (int v = 0; v < C::kVecs; ++v) {
     float value[N];
     held[v].get(value);
-    if (at.lane + v * C::kLanes < at.count) mine.sum += sum_of_powers<X>(value, unit, subtracted(mine.top));
+    if (shows(v)) mine.sum += sum_of_powers<X>(value, near);
   }
-  Power<X> whole = meet<C::kLanes>(mine, scratch + 2 * at.group * C::kLanes / kWarp);
+  Power<X> whole = meet<C::kLanes>(mine, a.unit, scratch + 2 * at.group * C::kLanes / kWarp);
   if constexpr (kParted) {
     exchange.share({whole.top, whole.sum}, a.parts.count, at.rank);
-    whole =
-        sum_of_parts<X>(a.parts.count, [&](int p) { return Power<X>{exchange.values[p][0], exchange.values[p][1]}; });
+    whole = sum_of_parts<X>(a.parts.count, a.unit,
+                            [&](int p) { return Power<X>{exchange.values[p][0], exchange.values[p][1]}; });
   }
-  const float inverse = kMasked && whole.sum == 0.0f ? 0.0f : 1.0f / whole.sum;
-  const float top = subtracted(whole.top);
-  char* y_row = a.y + (at.row * a.width + at.skip * N) * static_cast<int64_t>(sizeof(X));
+  const float inverse = kMasked && whole.sum == 0.0f ? 0.0f : Base<X>::inverse(whole.sum);
+  const Level level = a.level(whole.top, falls);
+  char* y_row = a.y + offset;
 #pragma unroll
   for (int v = 0; v < C::kVecs; ++v) {
     const int i = at.lane + v * C::kLanes;
     float value[N];
-    held[v].get(value);
+    if (!kMasked || shows(v)) {
+      held[v].get(value);
 #pragma unroll
-    for (float& one : value) one = Base<X>::power(fmaf(one, unit, -top)) * inverse;
+      for (float& one : value) one = Base<X>::power(fmaf(one, level.unit, -level.score)) * inverse;
+    } else {
+#pragma unroll
+      for (float& one : value) one = 0.0f * inverse;  // NaN where the row has one
+    }
     if (i < at.count) store_floats<X>(y_row + i * 16, value);
   }
 }
@@ -158,9 +198,8 @@ __global__ void __launch_bounds__(any_threads(kLanes), 1024 / any_threads(kLanes
   const int64_t index = static_cast<int64_t>(blockIdx.x) * (any_threads(kLanes) / kLanes) + group;
   const int width = index < a.rows ? a.width : 0;
   const int64_t row = index < a.rows ? index : 0;
-  const bool masked = a.causal || a.mask.present();
+  const bool masked = a.masked;
   const int seen = a.visible(row);
-  const float unit = masked ? 1.0f : a.scale;
   const char* x_row = a.x_rows.any_row(row);
   const char* mask_row = a.mask.present() ? a.mask.any_row(row) : nullptr;
   auto values = [&](const Span& span, float (&value)[N]) {
@@ -168,10 +207,7 @@ __global__ void __launch_bounds__(any_threads(kLanes), 1024 / any_threads(kLanes
     if (!masked) return;
     float mask[N] = {};
     if (a.mask.present()) load_elements(mask_row, a.mask.dtype, a.mask.column_stride, span, mask);
-#pragma unroll
-    for (int i = 0; i < N; ++i) {
-      value[i] = span.until(seen).has(i) ? fmaf(value[i], a.scale, mask[i] * Base<X>::kUnit) : -infinity();
-    }
+    mask_values(a.scale, mask, span.until(seen).template count<N>(), value);
   };
   auto each = [&](int begin, int end, const auto& f) {
     for (int base = begin; base < end; base += kLanes * N) {
@@ -186,20 +222,24 @@ __global__ void __launch_bounds__(any_threads(kLanes), 1024 / any_threads(kLanes
   for (int part = 0; part < a.parts.count; ++part) {
     const int begin = part * a.parts.vectors * N, end = min(width, begin + a.parts.vectors * N);
     Power<X> mine = {-infinity(), 0.0f};
-    each(begin, end,
-         [&](const Span&, const float (&value)[N], int here) { mine.top = largest(value, unit, mine.top, here); });
-    each(begin, end, [&](const Span&, const float (&value)[N], int here) {
-      mine.sum += sum_of_powers<X>(value, unit, subtracted(mine.top), here);
+    each(begin, end, [&](const Span&, float (&value)[N], int here) {
+#pragma unroll
+      for (float& one : value) one = a.falls ? -one : one;
+      mine.top = largest(value, mine.top, here);
     });
-    met[part] = meet<kLanes>(mine, &scratch[part % 2][2 * group * kLanes / kWarp]);
+    const Level near = a.level(mine.top, a.falls);
+    each(begin, end,
+         [&](const Span&, const float (&value)[N], int here) { mine.sum += sum_of_powers<X>(value, near, here); });
+    met[part] = meet<kLanes>(mine, a.unit, &scratch[part % 2][2 * group * kLanes / kWarp]);
   }
-  const Power<X> whole = a.parts.count == 1 ? met[0] : sum_of_parts<X>(a.parts.count, [&](int p) { return met[p]; });
-  const float inverse = masked && whole.sum == 0.0f ? 0.0f : 1.0f / whole.sum;
-  const float top = subtracted(whole.top);
-  char* y_row = a.y + row * a.width * static_cast<int64_t>(sizeof(X));
+  const Power<X> whole =
+      a.parts.count == 1 ? met[0] : sum_of_parts<X>(a.parts.count, a.unit, [&](int p) { return met[p]; });
+  const float inverse = masked && whole.sum == 0.0f ? 0.0f : Base<X>::inverse(whole.sum);
+  const Level level = a.level(whole.top, a.falls);
+  char* y_row = a.y + row * a.row_bytes;
   each(0, width, [&](const Span& span, float (&value)[N], int) {
 #pragma unroll
-    for (float& one : value) one = Base<X>::power(fmaf(one, unit, -top)) * inverse;
+    for (float& one : value) one = Base<X>::power(fmaf(one, level.unit, -level.score)) * inverse;
     store_elements(y_row, kDType<X>, span, value);
   });
 }
@@ -229,23 +269,30 @@ template <typename X, typename C, bool kParted>
 __global__ void __launch_bounds__(C::kThreads, (kBackwardBlocks<C>))
     softmax_backward_kernel(const __grid_constant__ BackwardArgs a) {
   constexpr int N = kVec<X>;
+  constexpr bool kSoon = C::kKind == Kind::kSoon;
   __shared__ float scratch[C::kThreads / kWarp];
   __shared__ std::conditional_t<kParted, Exchange<1>, char> exchange;
-  if (a.chained) {
+  if (kSoon || a.chained) {
     allow_next_kernel();
     wait_for_previous_kernel();
   }
   if constexpr (kParted) exchange.init();
   const Place<X, C, kParted> at(a.parts, a.rows, a.width);
-  const int64_t row = at.count > 0 ? at.row : 0;
-  const char* dy_row = a.dy.row(row) + at.skip * 16;
-  const char* y_row = a.y.row(row) + at.skip * 16;
-  const uint64_t policy = read_policy(a.large);
+  const int64_t offset = kSoon ? blockIdx.x * static_cast<uint32_t>(a.row_bytes) : at.row * a.row_bytes + at.skip * 16;
+  const char *dy_row = a.dy + offset, *y_row = a.y + offset;
+  if (!kSoon && unlikely(!a.adjacent)) {
+    dy_row = a.dy_rows.row(at.row) + at.skip * 16, y_row = a.y_rows.row(at.row) + at.skip * 16;
+  }
+  const uint64_t policy = read_policy(!kSoon && a.large);
   Loaded<X, X, true> loaded[C::kVecs];  // dy, and y in the residual's place
 #pragma unroll
   for (int v = 0; v < C::kVecs; ++v) {
     const int i = at.lane + v * C::kLanes;
-    loaded[v].load_if(i < at.count, dy_row + i * 16, y_row + i * 16, policy);
+    if constexpr (kSoon) {
+      loaded[v].load_if(i < at.count, dy_row + i * 16, y_row + i * 16);
+    } else {
+      loaded[v].load_if(i < at.count, dy_row + i * 16, y_row + i * 16, policy);
+    }
   }
   float dot = 0.0f;
 #pragma unroll
@@ -260,7 +307,7 @@ __global__ void __launch_bounds__(C::kThreads, (kBackwardBlocks<C>))
     dot = 0.0f;
     for (int p = 0; p < a.parts.count; ++p) dot += exchange.values[p][0];
   }
-  char* dx_row = a.dx + (at.row * a.width + at.skip * N) * static_cast<int64_t>(sizeof(X));
+  char* dx_row = a.dx + offset;
 #pragma unroll
   for (int v = 0; v < C::kVecs; ++v) {
     const int i = at.lane + v * C::kLanes;
@@ -281,11 +328,11 @@ __global__ void __launch_bounds__(any_threads(kLanes), 1024 / any_threads(kLanes
   const int64_t index = static_cast<int64_t>(blockIdx.x) * (any_threads(kLanes) / kLanes) + group;
   const int width = index < a.rows ? a.width : 0;
   const int64_t row = index < a.rows ? index : 0;
-  const char* dy_row = a.dy.any_row(row);
-  const char* y_row = a.y.any_row(row);
+  const char* dy_row = a.dy_rows.any_row(row);
+  const char* y_row = a.y_rows.any_row(row);
   auto load = [&](const Span& span, float (&dy)[N], float (&y)[N]) {
-    load_elements(dy_row, kDType<X>, a.dy.column_stride, span, dy);
-    load_elements(y_row, kDType<X>, a.y.column_stride, span, y);
+    load_elements(dy_row, kDType<X>, a.dy_rows.column_stride, span, dy);
+    load_elements(y_row, kDType<X>, a.y_rows.column_stride, span, y);
   };
   float dot = 0.0f;
   for (int part = 0; part < a.parts.count; ++part) {
@@ -304,72 +351,39 @@ __global__ void __launch_bounds__(any_threads(kLanes), 1024 / any_threads(kLanes
     float dy[N], y[N];
     load(span, dy, y);
     gradient(dy, y, dot, a.scale);
-    store_elements(a.dx + row * a.width * static_cast<int64_t>(sizeof(X)), kDType<X>, span, dy);
+    store_elements(a.dx + row * a.row_bytes, kDType<X>, span, dy);
   }
 }
 
 // ---- launchers ----
 
 template <typename X, bool kMasked>
-Status launch_forward(ForwardArgs& a, bool vectors, const DeviceFacts& facts, int device, cudaStream_t stream) {
-  Status status = Status::kOk;
-  auto any = [&](auto config) {
-    constexpr int kLanes = decltype(config)::kLanes;
-    const unsigned blocks = static_cast<unsigned>(divide_up(a.rows, any_threads(kLanes) / kLanes));
-    softmax_forward_any_kernel<X, kLanes><<<blocks, any_threads(kLanes), 0, stream>>>(a);
-    status = launch_status();
-  };
-  auto held = [&](auto config) {
-    using C = decltype(config);
-    if (!vectors) return any(config);
-    const dim3 grid(static_cast<unsigned>(divide_up(a.rows, C::kGroups)));
-    status = launch(softmax_forward_kernel<X, C, false, kMasked>, grid, C::kThreads, 0, a.chained, stream, a);
-  };
-  auto parted = [&](auto config) {
-    using C = decltype(config);
-    static std::atomic<int> clusters[kMaxDevices][kMaxParts + 1];
-    const auto kernel = softmax_forward_kernel<X, C, true, kMasked>;
-    if (vectors && a.parts.count <= kMaxParts &&
-        launch_parts(kernel, a, a.rows, a.parts.count, C::kThreads, a.chained, facts, clusters[device][a.parts.count],
-                     stream)) {
-      return;
-    }
-    any(config);
-  };
-  with_config<X>(a.parts, held, parted);
-  return status;
-}
+struct ForwardKernels {
+  using Whole = std::conditional_t<kMasked, MaskedConfigs, UpTo1024Vectors>;
+  static constexpr bool kSoon = !kMasked;  // there is a kernel for a few rows
+  template <typename C, bool kParted>
+  static auto of() {
+    return softmax_forward_kernel<X, C, kParted, kMasked>;
+  }
+  template <int kLanes>
+  static auto any() {
+    return softmax_forward_any_kernel<X, kLanes>;
+  }
+};
 
 template <typename X>
-Status launch_backward(BackwardArgs& a, const DeviceFacts& facts, int device, cudaStream_t stream) {
-  const bool vectors = a.dy.vectors && a.y.vectors;
-  Status status = Status::kOk;
-  auto any = [&](auto config) {
-    constexpr int kLanes = decltype(config)::kLanes;
-    const unsigned blocks = static_cast<unsigned>(divide_up(a.rows, any_threads(kLanes) / kLanes));
-    softmax_backward_any_kernel<X, kLanes><<<blocks, any_threads(kLanes), 0, stream>>>(a);
-    status = launch_status();
-  };
-  auto held = [&](auto config) {
-    using C = decltype(config);
-    if (!vectors) return any(config);
-    const dim3 grid(static_cast<unsigned>(divide_up(a.rows, C::kGroups)));
-    status = launch(softmax_backward_kernel<X, C, false>, grid, C::kThreads, 0, a.chained, stream, a);
-  };
-  auto parted = [&](auto config) {
-    using C = decltype(config);
-    static std::atomic<int> clusters[kMaxDevices][kMaxParts + 1];
-    const auto kernel = softmax_backward_kernel<X, C, true>;
-    if (vectors && a.parts.count <= kMaxParts &&
-        launch_parts(kernel, a, a.rows, a.parts.count, C::kThreads, a.chained, facts, clusters[device][a.parts.count],
-                     stream)) {
-      return;
-    }
-    any(config);
-  };
-  with_config<X>(a.parts, held, parted);
-  return status;
-}
+struct BackwardKernels {
+  using Whole = UpTo1024Vectors;
+  static constexpr bool kSoon = true;
+  template <typename C, bool kParted>
+  static auto of() {
+    return softmax_backward_kernel<X, C, kParted>;
+  }
+  template <int kLanes>
+  static auto any() {
+    return softmax_backward_any_kernel<X, kLanes>;
+  }
+};
 
 // The mask as a tensor of x's sizes, strides of 0 where it is repeated. False when it does not fit.
 bool broadcast(const TensorView& mask, const TensorView& x, TensorView& out) {
@@ -407,17 +421,24 @@ Status softmax_forward(const Input& x, const OptionalInput& mask, double scale, 
     using X = decltype(zero);
     softmax::ForwardArgs a = {};
     a.x_rows = make_rows(x, width, kVec<X>), a.mask = make_rows(seen, width, kVec<X>);
-    a.x = a.x_rows.data, a.x_stride = a.x_rows.strides[0], a.one_stride = a.x_rows.outer == 1;
+    a.x = a.x_rows.data, a.adjacent = a.x_rows.adjacent;
     a.y = static_cast<char*>(y.data);
-    a.rows = rows, a.width = static_cast<int32_t>(width);
-    a.scale = static_cast<float>(scale) * softmax::Base<X>::kUnit;
-    a.causal = causal, a.queries = causal ? static_cast<int32_t>(x.sizes[x.rank - 2]) : 1;
+    a.rows = rows, a.width = static_cast<int32_t>(width), a.scale = static_cast<float>(scale);
+    a.row_bytes = width * static_cast<int64_t>(sizeof(X));
+    // A scale of 0 is for the kernel that multiplies by it first: the score of a lane without a value would be NaN.
+    const bool masked = causal || mask.present() || a.scale == 0.0f;
+    a.unit = std::fmin(softmax::Base<X>::kUnit * (masked ? 1.0f : std::fabs(a.scale)), FLT_MAX),
+    a.falls = !masked && scale < 0.0;
+    a.masked = masked, a.causal = causal, a.queries = causal ? static_cast<int32_t>(x.sizes[x.rank - 2]) : 1;
+    a.by_queries = Divisor(static_cast<uint32_t>(a.queries));
     a.parts = softmax::parts_of<X>(width);
     a.chained = facts.capability >= 90 && rows <= 2 * facts.multiprocessors;
     a.large = 2 * rows * width * static_cast<int64_t>(sizeof(X)) > facts.l2_bytes;
     const bool vectors = a.x_rows.vectors && a.mask.vectors;
-    const auto launch = causal || mask.present() ? softmax::launch_forward<X, true> : softmax::launch_forward<X, false>;
-    return launch(a, vectors, facts, guard.device(), cuda_stream(stream));
+    a.adjacent &= !a.falls;  // for the kernel for a few rows
+    const auto launch = masked ? softmax::launch_rows<X, softmax::ForwardKernels<X, true>, softmax::ForwardArgs>
+                               : softmax::launch_rows<X, softmax::ForwardKernels<X, false>, softmax::ForwardArgs>;
+    return launch(a, rows, vectors, facts, guard.device(), cuda_stream(stream));
   });
 }
 
@@ -435,13 +456,15 @@ Status softmax_backward(const Input& dy, const Input& y, double scale, const Lik
   return with_dtype(dy.dtype, [&](auto zero) {
     using X = decltype(zero);
     softmax::BackwardArgs a = {};
-    a.dy = make_rows(dy, width, kVec<X>), a.y = make_rows(y, width, kVec<X>);
-    a.dx = static_cast<char*>(dx.data);
+    a.dy_rows = make_rows(dy, width, kVec<X>), a.y_rows = make_rows(y, width, kVec<X>);
+    a.dy = a.dy_rows.data, a.y = a.y_rows.data, a.adjacent = a.dy_rows.adjacent && a.y_rows.adjacent;
+    a.dx = static_cast<char*>(dx.data), a.row_bytes = width * static_cast<int64_t>(sizeof(X));
     a.rows = rows, a.width = static_cast<int32_t>(width), a.scale = static_cast<float>(scale);
     a.parts = softmax::parts_of<X>(width);
     a.chained = facts.capability >= 90 && rows <= 2 * facts.multiprocessors;
     a.large = 3 * rows * width * static_cast<int64_t>(sizeof(X)) > facts.l2_bytes;
-    return softmax::launch_backward<X>(a, facts, guard.device(), cuda_stream(stream));
+    return softmax::launch_rows<X, softmax::BackwardKernels<X>>(a, rows, a.dy_rows.vectors && a.y_rows.vectors, facts,
+                                                                guard.device(), cuda_stream(stream));
   });
 }
 
