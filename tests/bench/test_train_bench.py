@@ -67,6 +67,21 @@ def test_a_row_is_of_the_trainer_itself(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("on_cpu")
+def test_a_curve_is_of_the_stories_and_falls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "CURVE_STEPS", 30)
+    monkeypatch.setattr(bench, "STORY_BYTES", 20_000)
+    found = {
+        (impl, seed): bench.losses("tinystories", impl, seed, tmp_path / f"{impl}{seed}")
+        for impl, seed in bench.LEARNERS
+    }
+    first = found["torch", 0]
+    assert len(first) == 3
+    assert first[0] > first[1] > first[2]
+    assert found["auto", 0] == pytest.approx(first, rel=1e-4)
+    assert found["torch", 1] != first
+
+
+@pytest.mark.usefixtures("on_cpu")
 def test_the_digest_after_resuming_is_that_of_a_whole_run(tmp_path: Path) -> None:
     whole = bench.weights_after(tmp_path / "whole", 4)
     half = bench.weights_after(tmp_path / "parts", 2)
@@ -90,6 +105,14 @@ def a_record() -> dict[str, Any]:
             row("ours", "compile", 3_064_741),
             row("ours", "eager deterministic", 1_200_000),
         ],
+        "curves": [
+            {"preset": "tinystories", "impl": impl, "seed": seed, "every": 10, "losses": losses}
+            for impl, seed, losses in (
+                ("auto", 0, [5.0, 3.0, 2.0]),
+                ("torch", 0, [5.0, 3.0015, 2.001]),
+                ("torch", 1, [5.0, 3.1, 2.0]),
+            )
+        ],
         "resume": {"steps": 40, "sha256": "", "again_equal": True, "resumed_equal": True},
         "runs": [{**run, "seconds": 76.594, "process_s": 84.3}],
     }
@@ -101,6 +124,14 @@ def test_the_table_says_what_was_measured() -> None:
     assert "| tinystories | 65,536 | fuselm, `--compile` | 3.065 M | 1.4 s | 6.2 GiB |" in text
     assert "| `fuselm train --preset tinylm` | 1.4426 | 2,100 | 77 | 84 s |" in text
     assert "are the same to the bit in weights and averages. Its speed is 75 % (tinystories)" in text
+    assert "first 30 steps" in text
+    assert "at most 0.0015 (tinystories, which goes from 5.00 to 2.00; another seed 0.0985) from" in text
+
+
+def test_a_record_whose_curves_are_yet_to_come_says_nothing_of_them() -> None:
+    record = a_record()
+    del record["curves"]
+    assert "running mean" not in readme.training_block(record)
 
 
 def test_a_resumed_run_that_differs_is_not_passed_over() -> None:

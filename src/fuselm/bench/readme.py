@@ -77,6 +77,7 @@ def training_block(record: Mapping[str, Any]) -> str:
             f"With `--deterministic`, {resume['steps']} steps run twice, and stopped half-way and resumed in another "
             f"process, {equal} the same to the bit in weights and averages. Its speed is {slower} of an eager run's.",
             "",
+            *((_curves_line(record["curves"]), "") if "curves" in record else ()),  # a part that may yet be to come
             "| command | best validation loss | at step | seconds of training | whole command |",
             "|---|---:|---:|---:|---:|",
             *(
@@ -94,11 +95,31 @@ def training_block(record: Mapping[str, Any]) -> str:
 def _speed_line(row: Row) -> str:
     who = "plain PyTorch, torch.compile" if row["model"] == "plain" else f"fuselm, {row['mode']}"
     who = who.replace("compile", "`--compile`").replace("torch.`--compile`", "torch.compile")
-    who = who.replace("eager deterministic", "`--deterministic`")
+    who = who.replace("eager deterministic", "`--deterministic`").replace("eager torch", "eager, torch's ops")
     return (
         f"| {row['preset']} | {row['tokens_per_step']:,} | {who} | {row['tokens_per_second'] / 1e6:.3f} M "
         f"| {row['first_step_s']:.1f} s | {row['peak_memory_gib']:.1f} GiB |"
     )
+
+
+def _curves_line(rows: Sequence[Row]) -> str:
+    """How far learning with the kernels is from learning with torch's ops, beside how far another seed is."""
+    found = {(row["preset"], row["impl"], row["seed"]): row["losses"] for row in rows}
+    steps, parts = len(rows[0]["losses"]) * rows[0]["every"], []
+    for name in dict.fromkeys(row["preset"] for row in rows):
+        torchs = found[name, "torch", 0]
+        ours, other = (_farthest(found[name, *who], torchs) for who in (("auto", 0), ("torch", 1)))
+        parts.append(
+            f"{ours:.4f} ({name}, which goes from {torchs[0]:.2f} to {torchs[-1]:.2f}; another seed {other:.4f})"
+        )
+    return (
+        f"Over the first {steps} steps on the built-in stories, the running mean of the loss is at most "
+        f"{' and '.join(parts)} from the one with torch's ops."
+    )
+
+
+def _farthest(some: Sequence[float], others: Sequence[float]) -> float:
+    return max(abs(one - other) for one, other in zip(some, others, strict=True))
 
 
 def _deterministic_cost(rows: Sequence[Row]) -> str:

@@ -1,9 +1,10 @@
-"""How fast models train on a GPU, beside a plain PyTorch model; whether a resumed run is the same run; whole runs.
+"""How fast models train on a GPU, beside a plain PyTorch model, and whether they learn the same with torch's ops in the
+kernels' place; whether a resumed run is the same run; whole runs.
 
 Every row is measured in a process of its own: the first step is then a first step. All goes into gpu/train.json, from
 which the README's table is made (readme.py). The training path is the real one (torchlm/train.py) on random tokens.
 
-    python -m fuselm.bench.train --part speed                         # also resume, runs; all three without --part
+    python -m fuselm.bench.train --part speed                         # also curves, resume, runs; all without --part
     python -m fuselm.bench.train --row tinystories ours compile       # one row, as JSON
 
 `plain` is plain_model.py with torch's fused AdamW; it neither clips gradients nor checks them, ours does both.
@@ -31,13 +32,17 @@ ROWS = (
     ("ours", "eager"),
     ("ours", "compile"),
     ("ours", "eager deterministic"),
+    ("ours", "eager torch"),
 )
 # Runs whose result is written down: name, and the command after `fuselm train`.
 RUNS = {"tinylm": ["--preset", "tinylm"], "naive-char": ["--preset", "naive-char"]}
-PARTS = ("speed", "resume", "runs")
+PARTS = ("speed", "curves", "resume", "runs")
 STEPS = {"tinystories": 60, "gpt-124m": 25}
 WARM_UP = 5
 CHECK_STEPS = 40
+# Who learns: with which ops, from which seed. The last says how far apart two runs of the same model are anyway.
+LEARNERS = (("auto", 0), ("torch", 0), ("torch", 1))
+CURVE_STEPS, CURVE_EVERY, STORY_BYTES = 300, 10, 3_000_000
 Row = dict[str, Any]
 
 
@@ -106,8 +111,8 @@ def _timed(step: Any, steps: int, tokens: int, begin: float) -> Row:
     }
 
 
-def _trainer(preset_name: str, folder: Path, impl: str = "auto", **training: Any) -> Any:
-    """A trainer of a preset on random tokens."""
+def _trainer(preset_name: str, folder: Path, impl: str = "auto", tokens: Any = None, **training: Any) -> Any:
+    """A trainer of a preset on random tokens, or on these."""
     import numpy as np
 
     from fuselm.checkpoint import create
@@ -118,7 +123,8 @@ def _trainer(preset_name: str, folder: Path, impl: str = "auto", **training: Any
 
     chosen = preset(preset_name)
     config = chosen.model(int(chosen.tokens), impl=impl)
-    tokens = np.random.default_rng(0).integers(0, config.vocab_size, 4_000_000, dtype=np.uint16)
+    if tokens is None:
+        tokens = np.random.default_rng(0).integers(0, config.vocab_size, 4_000_000, dtype=np.uint16)
     folder.mkdir(parents=True, exist_ok=True)
     np.save(folder / "tokens.npy", tokens)
     shard = open_shard(folder / "tokens.npy")
@@ -126,6 +132,39 @@ def _trainer(preset_name: str, folder: Path, impl: str = "auto", **training: Any
         folder / "run", model=config, train=chosen.train(**training), data={}, tokenizer=Tokenizer.characters("ab")
     )
     return Trainer(run, {"train": shard, "valid": shard}, device="cuda")
+
+
+# --- learning --------------------------------------------------------------------------------------------------------
+
+
+def losses(preset_name: str, impl: str, seed: int, folder: Path) -> list[float]:
+    """The running mean of the loss every CURVE_EVERY steps, on the bytes of the built-in stories."""
+    import numpy as np
+
+    from fuselm.data.stories import stories
+
+    text, made = bytearray(), stories()
+    while len(text) < STORY_BYTES:
+        text += next(made).encode()
+    tokens = np.frombuffer(bytes(text), np.uint8).astype(np.uint16)
+    trainer = _trainer(preset_name, folder, impl, tokens, seed=seed, compile=False)
+    found = []
+    for step in range(1, CURVE_STEPS + 2):  # a step's loss is read while the next one runs
+        trainer.advance()
+        if step > 1 and (step - 1) % CURVE_EVERY == 0:
+            found.append(round(trainer.progress.mean_loss, 5))
+    return found
+
+
+def curves() -> list[Row]:
+    """What each of the LEARNERS makes of each preset."""
+    rows = []
+    for name in PRESETS:
+        for impl, seed in LEARNERS:
+            found = _child("--losses", name, impl, str(seed))
+            rows.append({"preset": name, "impl": impl, "seed": seed, "every": CURVE_EVERY, **found})
+            print(json.dumps(rows[-1]), flush=True)
+    return rows
 
 
 # --- resuming --------------------------------------------------------------------------------------------------------
@@ -213,6 +252,8 @@ def record(out: Path, parts: Sequence[str]) -> None:
         found: Any
         if part == "speed":
             found = speed()
+        elif part == "curves":
+            found = curves()
         elif part == "runs":
             found = whole_runs(out.parent)
         else:
@@ -229,12 +270,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=Path("gpu/train.json"))
     parser.add_argument("--part", choices=PARTS, help="measure this alone")
     parser.add_argument("--row", nargs=3, metavar=("PRESET", "WHO", "MODE"))
+    parser.add_argument("--losses", nargs=3, metavar=("PRESET", "IMPL", "SEED"))
     parser.add_argument("--weights-after", nargs=2, metavar=("FOLDER", "STEPS"))
     given = parser.parse_args(arguments)
     if given.row:
         name, who, mode = given.row
         with tempfile.TemporaryDirectory() as folder:
             print(json.dumps(plain_row(name) if who == "plain" else our_row(name, mode, Path(folder))))
+    elif given.losses:
+        name, impl, seed = given.losses
+        with tempfile.TemporaryDirectory() as folder:
+            print(json.dumps({"losses": losses(name, impl, int(seed), Path(folder))}))
     elif given.weights_after:
         print(json.dumps({"sha256": weights_after(Path(given.weights_after[0]), int(given.weights_after[1]))}))
     else:
