@@ -168,7 +168,7 @@ def test_text_is_tokenised_into_the_run_and_overwrite_begins_anew(tmp_path: Path
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_saves_and_the_run_goes_on_from_there(number: signal.Signals, data: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
-    options = (*SHAPE, "--steps", "800", "--set", "eval_every=800", "--set", "sample_every=0", "--samples", "0")
+    options = (*SHAPE, "--steps", "400", "--set", "eval_every=400", "--set", "sample_every=0", "--samples", "0")
     command = [sys.executable, "-m", "fuselm", "train", str(data), *options, "--out", str(out)]
     with subprocess.Popen(
         command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=child_environment()
@@ -179,19 +179,21 @@ def test_a_signal_saves_and_the_run_goes_on_from_there(number: signal.Signals, d
                 break
             time.sleep(0.005)
         process.send_signal(number)
+        time.sleep(0.01)
+        process.send_signal(number)  # as when `timeout` signals make and all it has started, and make hands it on
         _, words = process.communicate(timeout=60)
     assert process.returncode == 130, words
     step = open_run(out).saved["last"]
-    assert 0 < step < 800
+    assert 0 < step < 400
     assert f"stopped at step {step}; everything is saved" in words
     assert f"go on with: fuselm train --resume {out}" in words
     assert "Traceback" not in words
     result = fuselm("--resume", out, "--device", "cpu", "--samples", "0")
     assert result.exit_code == 0, result.output
-    assert f"going on from step {step} of 800" in result.stderr
-    assert open_run(out).saved["last"] == 800
+    assert f"going on from step {step} of 400" in result.stderr
+    assert open_run(out).saved["last"] == 400
     steps = [record["step"] for record in read_log(out / "log.jsonl") if record["kind"] == "step"]
-    assert steps == list(range(1, 801))
+    assert steps == list(range(1, 401))
 
 
 # --- refusals --------------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import json
 import shlex
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -49,6 +50,7 @@ Examples:
 """
 
 DEFAULT_PRESET = "demo"
+SAME_WISH_SECONDS = 1.0  # between two signals that ask for one thing
 
 
 def train(
@@ -215,13 +217,21 @@ def _opening(trainer: Trainer, description: str) -> str:
 
 @contextmanager
 def _stopped_by_signals(trainer: Trainer) -> Iterator[None]:
-    """The first SIGINT or SIGTERM asks the run to save and stop, a second one does not ask."""
+    """The first SIGINT or SIGTERM asks the run to save and stop, a later one does not ask.
+
+    What follows at once is the same wish: `timeout` signals a whole group of processes, and make hands it on.
+    """
+    asked: list[float] = []
 
     def handle(number: int, frame: Any) -> None:
-        trainer.stop()
-        typer.echo("\nstopping after this step; once more to leave without saving", err=True)
-        for name in previous:
-            signal.signal(name, previous[name])
+        if not asked:
+            asked.append(time.monotonic())
+            trainer.stop()
+            typer.echo("\nstopping after this step; once more to leave without saving", err=True)
+        elif time.monotonic() - asked[0] > SAME_WISH_SECONDS:
+            for name in previous:
+                signal.signal(name, previous[name])
+            signal.raise_signal(number)
 
     previous = {name: signal.getsignal(name) for name in (signal.SIGINT, signal.SIGTERM)}
     for name in previous:
@@ -229,5 +239,5 @@ def _stopped_by_signals(trainer: Trainer) -> Iterator[None]:
     try:
         yield
     finally:
-        for name, handler in previous.items():
+        for name, handler in () if asked else previous.items():  # a wish may be repeated while the process ends
             signal.signal(name, handler)
