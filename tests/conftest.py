@@ -13,6 +13,10 @@ import pytest
 
 from fuselm import compiler
 
+# The tensors here are small: a second thread costs more than it does, on a busy machine several times as much. Read
+# when torch is loaded, which is later, and by the processes that tests start.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 COMPILER = """#!/bin/sh
 if [ "$1" = --version ]; then echo "{version}"; exit 0; fi
 echo "$*" >> "{log}"
