@@ -6,12 +6,15 @@ import csv
 import io
 import json
 import math
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 from fuselm.bench import accuracy, kernels, latency, peers, report, tensors
+from fuselm.bench.harness import Timing
 from fuselm.bench.kernels import Plan
 from fuselm.bench.report import Results
 from fuselm.kernels.linear_cross_entropy import HeadCase
@@ -109,6 +112,32 @@ def test_wrong_numbers_become_a_note_and_no_row(monkeypatch: pytest.MonkeyPatch)
     kernels.run(PLAN, found)
     assert {row["impl"] for row in found.rows} == {"fused"}
     assert "NaN" in found.notes[0]["note"]
+
+
+def test_short_calls_take_turns_and_the_best_of_each_counts() -> None:
+    order: list[str] = []
+    times = {"a": iter([6.0, 4.0, 5.0]), "b": iter([8.0, 9.0, 7.5])}
+
+    class Clock:
+        def device_time(self, call: Callable[[], str], capture: bool) -> Timing:
+            order.append(call())
+            us = next(times[order[-1]])
+            return Timing(us, us - 1, us + 1, capture)
+
+    def row(us: float) -> dict[str, Any]:
+        timed = {"gpu_us": us, "gpu_us_p10": us, "gpu_us_p90": us, "graph": False, "share_of_copy": 1.0}
+        return {**timed, "pass": "forward", "bytes": 16_000_000, "copy_us": 2.0, "tbytes_per_s": 0.0, "impl": "kept"}
+
+    rows, peer = {"a": row(5.0), "b": row(7.0)}, peers.Peer(None)
+    kernels.take_turns(Clock(), [(rows[name], lambda name=name: name, peer) for name in rows])  # type: ignore[arg-type]
+    assert order == ["a", "b"] * (kernels.TURNS - 1)
+    assert {key: rows["a"][key] for key in ("gpu_us", "gpu_us_p10", "gpu_us_p90")} == {
+        "gpu_us": 4.0,
+        "gpu_us_p10": 3.0,
+        "gpu_us_p90": 5.0,
+    }
+    assert (rows["a"]["share_of_copy"], rows["a"]["tbytes_per_s"], rows["a"]["impl"]) == (0.5, 4.0, "kept")
+    assert rows["b"] == row(7.0)  # none of its turns was better
 
 
 def test_a_used_up_budget_is_noted_case_by_case() -> None:

@@ -432,3 +432,55 @@ def test_odd_and_wide_rows_have_the_bits_they_have_element_by_element(
         found.append((y, *torch.autograd.grad(y, leaf, sent)))
     for close, apart in zip(*found, strict=True):
         assert torch.equal(close, apart)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_a_row_and_its_gradient_have_the_same_bits_among_few_and_among_many(cuda: str, dtype: torch.dtype) -> None:
+    made = torch.Generator(cuda).manual_seed(0)
+    for width in range(128, 1161, 8):
+        x, dy = (torch.randn(600, width, device=cuda, generator=made).to(dtype) for _ in range(2))
+        found = []
+        for rows in (7, 600):
+            leaf = x[:rows].detach().requires_grad_()
+            y = ops.softmax(leaf, scale=0.7)
+            found.append((y, *torch.autograd.grad(y, leaf, dy[:rows])))
+        for few, many in zip(*found, strict=True):
+            assert torch.equal(few, many[:7]), width
+
+
+SHARED_MASKS = [
+    ((2, 5, 9, 768), "B1TS"),
+    ((2, 5, 9, 1024), "B1TS"),
+    ((2, 3, 2, 7, 4096), "B1NTS"),
+    ((5, 9, 8192), "TS"),
+]
+SHARED_MASKS += [
+    ((3, 7, 11, 20488), "B1TS"),
+    ((3, 2, 3, 131072), "TS"),
+    ((2, 3, 5, 1, 512), "B1TNS"),
+    ((4, 6, 64), "1TS"),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtypes", ["bfloat16 bfloat16", "float16 float32", "float32 bfloat16"])
+@pytest.mark.parametrize(("shape", "letters"), SHARED_MASKS, ids=str)
+@pytest.mark.parametrize("causal", [False, True])
+def test_rows_that_share_a_mask_have_the_bits_they_have_element_by_element(
+    cuda: str, shape: tuple[int, ...], letters: str, dtypes: str, causal: bool
+) -> None:
+    dtype, mask_dtype = (getattr(torch, name) for name in dtypes.split())
+    made = torch.Generator(cuda).manual_seed(0)
+    x = torch.randn(shape, device=cuda, generator=made).to(dtype)
+    sizes = [1 if letter == "1" else size for letter, size in zip(letters, shape[-len(letters) :], strict=True)]
+    mask = torch.randn(sizes, device=cuda, generator=made)
+    mask[..., 1::3] = -torch.inf
+    mask[..., -1, :] = -4.0  # hides nothing: all columns alike
+    mask = mask.to(mask_dtype)
+    found = ops.softmax(x, mask=mask, scale=0.7, causal=causal)
+    apart = lay_out(mask, "columns")
+    assert apart.stride(-1) != 1
+    assert torch.equal(found, ops.softmax(x, mask=apart, scale=0.7, causal=causal))
+    right = softmax_reference(x.double(), mask=mask.double(), scale=0.7, causal=causal)
+    assert (found.double() - right).abs().max() <= 8 * DTYPE_EPS[dtypes.split()[0]] * right.max()

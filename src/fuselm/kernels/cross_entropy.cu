@@ -126,14 +126,6 @@ __device__ inline void store_no_loss(const LossArgs& a, int64_t row) {
   if (a.lse != nullptr) a.lse[row] = 0.0f;
 }
 
-template <int N>
-__device__ inline float sum_of(const float (&value)[N]) {
-  float sums[2] = {};
-#pragma unroll
-  for (int i = 0; i < N; ++i) sums[i % 2] += value[i];
-  return sums[0] + sums[1];
-}
-
 template <typename C, bool kPlain>
 constexpr int kLossBlocks = fitting_blocks(C::kThreads, !kPlain && C::kBlocks > 1 ? C::kBlocks / 2 : C::kBlocks);
 
@@ -203,7 +195,8 @@ __global__ void __launch_bounds__(C::kThreads, (kLossBlocks<C, kPlain>))
     turn<C>(v, at.lane + v * C::kLanes < count, [&](bool there) {
       float value[N];
       held[v].get(value);
-      const float sum = sum_of_powers<X>(value, near);
+      to_powers<X>(value, near);
+      const float sum = sum_of(value);
       mine.sum += there ? sum : 0.0f;
     });
   }
@@ -293,8 +286,10 @@ __global__ void __launch_bounds__(any_threads(kLanes), 1024 / any_threads(kLanes
       sum += sum_of(value);
     });
     const Level near(mine.top, kUnit);
-    each(begin, end,
-         [&](const Span&, const float (&value)[N], int here) { mine.sum += sum_of_powers<X>(value, near, here); });
+    each(begin, end, [&](const Span&, float (&value)[N], int here) {
+      to_powers<X>(value, near);
+      mine.sum += sum_of(value, here);
+    });
     float* const own = scratch[part % 2];
     if (!plain) sum = row_sum<kLanes>(sum, own + (2 * any_threads(kLanes) + group * kLanes) / kWarp);
     met[part] = meet<kLanes>(mine, kUnit, own + 2 * group * kLanes / kWarp);
@@ -450,7 +445,7 @@ __global__ void __launch_bounds__(kCorrectThreads, 2)
 template <typename X, bool kPlain>
 struct LossKernels {
   using Whole = UpTo1024Vectors;
-  static constexpr bool kSoon = false;
+  using Few = void;
   template <typename C, bool kParted>
   static auto of() {
     return cross_entropy_kernel<X, C, kParted, kPlain>;

@@ -24,6 +24,10 @@ using UpTo1024Vectors = ConfigList<Config<8, 1, 128, 1>, Config<16, 1, 128, 1>, 
 using FewRows = ConfigList<Config<32, 3, 32, 1, Kind::kSoon>, Config<64, 2, 64, 1, Kind::kSoon>,
                            Config<128, 2, 128, 1, Kind::kSoon>, Config<256, 2, 256, 1, Kind::kSoon>,
                            Config<256, 4, 256, 1, Kind::kSoon>>;
+// In backward what a lane adds up can be taken apart: up to 1024 elements of 16 bits a thread has one vector.
+using FewRowsBackward = ConfigList<Config<96, 1, 96, 1, Kind::kWide>, Config<128, 1, 128, 1, Kind::kWide>,
+                                   Config<128, 2, 128, 1, Kind::kSoon>, Config<256, 2, 256, 1, Kind::kSoon>,
+                                   Config<256, 4, 256, 1, Kind::kSoon>>;
 // Up to 16384 elements of 16 bits or 32: a row, and a part of one. Blocks of a cluster wait for each other, and a fifth
 // fills the time; a block that has its row for itself would pay for it with registers.
 template <typename X, bool kParted>
@@ -120,8 +124,8 @@ __device__ inline float extreme(const uint4& raw, float so_far) {
   }
 }
 
-// The largest of a lane's values, and the powers of their scores added up: even and odd ones apart, vector after
-// vector. The first `here` of the values are the row's.
+// The largest of a lane's values, their powers, and the sum: of even and odd ones apart, vector after vector. The first
+// `here` of the values are the row's.
 template <int N>
 __device__ inline float largest(const float (&value)[N], float top, int here = N) {
 #pragma unroll
@@ -130,20 +134,24 @@ __device__ inline float largest(const float (&value)[N], float top, int here = N
 }
 
 template <typename X, int N>
-__device__ inline float sum_of_powers(const float (&value)[N], const Level& level, int here = N) {
+__device__ inline void to_powers(float (&value)[N], const Level& level) {
+#pragma unroll
+  for (float& one : value) one = Base<X>::power(fmaf(one, level.unit, -level.score));
+}
+
+template <int N>
+__device__ inline float sum_of(const float (&power)[N], int here = N) {
   float sums[2] = {};
 #pragma unroll
-  for (int i = 0; i < N; ++i) {
-    sums[i % 2] += i < here ? Base<X>::power(fmaf(value[i], level.unit, -level.score)) : 0.0f;
-  }
+  for (int i = 0; i < N; ++i) sums[i % 2] += i < here ? power[i] : 0.0f;
   return sums[0] + sums[1];
 }
 
 // The lanes of a row, or of a part, meet: each gets the whole. `scratch` has 2 * kLanes / 32 floats of this row's own.
-template <int kLanes, typename X>
+template <int kLanes, bool kSoon = false, typename X>
 __device__ inline Power<X> meet(Power<X> mine, float unit, float* scratch) {
   constexpr int kShuffled = kLanes < kWarp ? kLanes : kWarp;
-  const float top = lane_max<kShuffled>(mine.top);
+  const float top = kSoon ? warp_max_soon(mine.top) : lane_max<kShuffled>(mine.top);
   Power<X> met = {top, lane_sum<kShuffled>(mine.below(top, unit))};
   if constexpr (kLanes > kWarp) {
     constexpr int kWarps = kLanes / kWarp;
@@ -151,7 +159,7 @@ __device__ inline Power<X> meet(Power<X> mine, float unit, float* scratch) {
     if (lane % kWarp == 0) scratch[lane / kWarp] = met.top, scratch[kWarps + lane / kWarp] = met.sum;
     __syncthreads();
     const Power<X> warp = {scratch[lane % kWarps], scratch[kWarps + lane % kWarps]};
-    met.top = lane_max<kWarp>(warp.top);  // each is there several times
+    met.top = kSoon ? warp_max_soon(warp.top) : lane_max<kWarps>(warp.top);  // each is there several times
     met.sum = lane_sum<kWarps>(warp.below(met.top, unit));
   }
   return met;
@@ -205,10 +213,10 @@ Status launch_rows(const Args& a, int64_t rows, bool vectors, const DeviceFacts&
       any(config);
     }
   };
-  if constexpr (Kernels::kSoon) {
+  if constexpr (!std::is_void_v<typename Kernels::Few>) {
     const bool near = rows * a.parts.vectors < int64_t{1} << 24;
     if (vectors && a.chained && a.adjacent && near && a.parts.count == 1 && a.parts.vectors > kWarp &&
-        FewRows::pick(a.parts.vectors, held)) {
+        Kernels::Few::pick(a.parts.vectors, held)) {
       return status;
     }
   }

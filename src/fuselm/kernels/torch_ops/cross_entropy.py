@@ -74,9 +74,8 @@ def cross_entropy(
         if softcap is not None or ignore_index != -100:  # what a launcher could not tell from what is allowed
             contract.check_options("cross_entropy", ignore_index, label_smoothing, z_loss, softcap, reduction)
         scalars = (ignore_index, label_smoothing, z_loss, 0.0 if softcap is None else softcap)
-        wanted = _MADE[reduction]
-        targets = targets.contiguous()
         if torch.is_grad_enabled() and logits.requires_grad:
+            targets = targets.contiguous()
             if compiling:
                 apply = _TracedCrossEntropy.apply
             elif inplace:
@@ -85,9 +84,7 @@ def cross_entropy(
             else:
                 apply = _apply
             return apply(logits, targets, scalars, reduction)
-        forward = _forward if compiling else _forward_now
-        loss, losses, *_ = forward(logits, targets, None, *scalars, reduction == "mean", wanted)
-        return losses if loss is None else loss
+        return loss_now(logits, targets, scalars, reduction, compiling)
     except (RuntimeError, TypeError, KeyError, AttributeError, OverflowError) as caught:
         error = caught
     _check(logits, targets, ignore_index, label_smoothing, z_loss, softcap, reduction)
@@ -96,6 +93,14 @@ def cross_entropy(
         more: dict[str, Any] = {"z_loss": z_loss, "softcap": softcap, "reduction": reduction, "inplace": inplace}
         return cross_entropy(logits, targets, ignore_index=ignore_index, label_smoothing=label_smoothing, **more)
     raise error
+
+
+def loss_now(logits: Tensor, targets: Tensor, scalars: Scalars, reduction: str, compiling: bool = False) -> Tensor:
+    """What cross_entropy returns where no gradient is wanted and nothing is to be refused."""
+    forward = _forward if compiling else _forward_now
+    loss, losses, *_ = forward(logits, targets.contiguous(), None, *scalars, reduction == "mean", _MADE[reduction])
+    made: Tensor = losses if loss is None else loss
+    return made
 
 
 def cross_entropy_reference(

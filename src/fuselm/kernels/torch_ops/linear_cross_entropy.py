@@ -53,10 +53,11 @@ def linear_cross_entropy(
     try:
         usual = max_bytes is None and type(label_smoothing) is type(z_loss) is float and not compiling
         if usual and _is_plain(hidden, weight, targets, bias):
-            more: dict[str, Any] = {"softcap": softcap, "reduction": reduction}
+            if softcap is not None or ignore_index != -100:  # what a launcher could not tell from what is allowed
+                contract.check_options(*options)
             logits = F.linear(hidden, weight, bias)
-            return rows_loss.cross_entropy(
-                logits, targets, ignore_index=ignore_index, label_smoothing=label_smoothing, z_loss=z_loss, **more
+            return rows_loss.loss_now(
+                logits, targets, (ignore_index, label_smoothing, z_loss, softcap or 0.0), reduction
             )
     except (RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError, OverflowError):
         pass  # the checks below have the words
@@ -105,7 +106,7 @@ def _is_plain(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | No
         and weight.data_ptr() % 16 == 0
         and hidden.is_contiguous()
         and weight.is_contiguous()
-        and not torch.is_autocast_enabled(hidden.device.type)
+        and not torch.is_autocast_enabled("cuda" if hidden.is_cuda else "cpu")  # hidden.device.type takes half a us
         and not torch.is_anomaly_enabled()
         and not is_transformed()
     )
