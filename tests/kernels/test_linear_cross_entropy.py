@@ -7,6 +7,7 @@ one that training sends, 1, is held to the ordinary tolerance.
 from __future__ import annotations
 
 import math
+import sys
 import warnings
 from typing import Any
 
@@ -375,3 +376,32 @@ def exact_in_blocks(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Te
 
 def rms_error(found: Tensor, right: Tensor) -> float:
     return float(((found.double() - right).square().mean() / right.square().mean()).sqrt())
+
+
+@pytest.mark.filterwarnings("default")  # compilers may warn
+def test_inductor_is_told_of_an_op_before_it_meets_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else torch before 2.13 writes out what the op is computed from, which above twelve layers has no end."""
+    from torch._inductor import config as inductor
+    from torch._inductor import exc, lowering
+
+    op, told, tell = torch.ops.fuselm.linear_cross_entropy_forward.default, [], lowering.make_fallback
+
+    def note(op: Any, **how: Any) -> None:
+        told.append((op, sys._getframe(1).f_globals["__name__"]))
+        tell(op, **how)
+
+    def refuse(*arguments: Any) -> str:
+        raise AssertionError("inductor writes out what an op is computed from")
+
+    monkeypatch.setattr(torch_ops, "_WORDY_INDUCTOR", True)
+    monkeypatch.setattr(lowering, "make_fallback", note)
+    monkeypatch.setattr(exc.OperatorIssue, "operator_str", staticmethod(refuse))
+    monkeypatch.delitem(lowering.lowerings, op, raising=False)
+    torch._dynamo.reset()
+    made = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(n, 8, generator=made, requires_grad=True) for n in (6, 11))
+    targets = torch.arange(6)
+    compiled = torch.compile(lambda: ops.linear_cross_entropy(2 * hidden, weight, targets), fullgraph=True)
+    with inductor.patch(force_disable_caches=True):
+        assert torch.equal(compiled(), ops.linear_cross_entropy(2 * hidden, weight, targets))
+    assert (op, torch_ops.__name__) in told

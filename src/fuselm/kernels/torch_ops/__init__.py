@@ -10,6 +10,7 @@ warning that says why.
 
 from __future__ import annotations
 
+import sys
 import threading
 import warnings
 from collections.abc import Callable
@@ -24,6 +25,9 @@ from fuselm.kernels.spec import TensorInfo
 _LIBRARY = torch.library.Library("fuselm", "FRAGMENT")
 _PLAIN: dict[str, Callable[..., Any]] = {}
 _LOAD_LOCK = threading.Lock()
+# Whether inductor writes out all that an op it has not met is computed from, for a log that nobody reads. Each layer of
+# a model has the one before it in there twice: for a loss above twelve layers that takes hours.
+_WORDY_INDUCTOR = torch.__version__ < "2.13"
 # "" until a CUDA tensor has been seen; then "fused" or "plain".
 _cuda_state = ""
 
@@ -44,6 +48,8 @@ def register(schema: str, plain: Callable[..., Any], fake: Callable[..., Any], *
         # A compiled graph calls the raw op straight, so tracing is the last chance to load what it will need.
         if args[0].device.type == "cuda":
             load_cuda()
+        if _WORDY_INDUCTOR:
+            _introduce_to_inductor(getattr(torch.ops.fuselm, name).default)
         return fake(*args)
 
     torch.library.register_fake(f"fuselm::{name}", fake_after_loading, lib=_LIBRARY)
@@ -52,6 +58,15 @@ def register(schema: str, plain: Callable[..., Any], fake: Callable[..., Any], *
         if _cuda_state == "plain":  # an op that is imported after the others fell back
             _LIBRARY.impl(name, plain, "CUDA")
     return getattr(torch.ops.fuselm, name).default
+
+
+def _introduce_to_inductor(op: Any) -> None:
+    """Do what inductor would when it meets the op, if it is inductor that traces; it is loaded by then."""
+    lowering = sys.modules.get("torch._inductor.lowering")
+    if lowering is None or op in lowering.lowerings:
+        return
+    layout = lowering.tag_to_layout_constraint(lowering.get_layout_constraint_tag(op, with_default=True))
+    lowering.make_fallback(op, layout_constraint=layout, warn=False)
 
 
 def load_cuda() -> bool:
