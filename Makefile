@@ -19,8 +19,8 @@ demo: $(STAMP) ## Look at this machine, then train a model that tells stories: t
 	$(BIN)/fuselm doctor
 	$(BIN)/fuselm train --preset demo --out runs/demo --samples 20 --overwrite
 
-test: $(STAMP) ## Run every test that needs no GPU
-	$(BIN)/python -m pytest -m "not gpu and not slow"
+test: $(STAMP) ## Run every test that needs no GPU, on every core (8 at most)
+	$(BIN)/python -m pytest -m "not gpu and not slow" --numprocesses auto --maxprocesses 8
 
 lint: $(STAMP) ## Check style, types and formatting
 	$(BIN)/ruff check .
