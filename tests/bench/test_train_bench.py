@@ -118,6 +118,42 @@ def a_record() -> dict[str, Any]:
     }
 
 
+def test_rows_are_kept_one_by_one_and_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out, asked = tmp_path / "train.json", []
+
+    def child(*arguments: str) -> dict[str, Any]:
+        asked.append(arguments)
+        if arguments[1:] == ("gpt-124m", "ours", "compile"):
+            raise RuntimeError("lost")
+        return {"tokens_per_second": len(asked)}
+
+    monkeypatch.setattr(bench, "_child", child)
+    monkeypatch.setattr(bench.machine, "describe", lambda device: {"date": "2026-01-02"})
+    monkeypatch.setattr(bench.machine, "today", lambda: "2026-01-02")
+    old = {"preset": "gpt-124m", "model": "ours", "mode": "compile", "tokens_per_second": 7, "date": "2026-01-01"}
+    out.write_text(json.dumps({"speed": [old], "resume": "as it was"}))
+    with pytest.raises(RuntimeError, match="lost"):
+        bench.main(["--out", str(out), "--part", "speed"])
+    bench.main(["--out", str(out), "--part", "speed", "--only", "tinystories plain"])
+    found = json.loads(out.read_text())
+    assert found["resume"] == "as it was"
+    assert [(row["preset"], row["mode"], row["tokens_per_second"], row["date"]) for row in found["speed"]] == [
+        ("tinystories", "compile", 9, "2026-01-02"),
+        *(("tinystories", mode, place, "2026-01-02") for place, (_, mode) in enumerate(bench.ROWS[1:], 2)),
+        ("gpt-124m", "compile", 6, "2026-01-02"),
+        ("gpt-124m", "eager", 7, "2026-01-02"),
+        ("gpt-124m", "compile", 7, "2026-01-01"),
+    ]
+
+
+def test_a_row_of_another_day_says_so() -> None:
+    record = a_record()
+    record["speed"][2]["date"], record["speed"][1]["date"] = "2025-12-31", record["date"]
+    text = readme.training_block(record)
+    assert "| fuselm, `--compile` (2025-12-31) | 3.065 M" in text
+    assert "| fuselm, eager | 1.600 M" in text
+
+
 def test_the_table_says_what_was_measured() -> None:
     text = readme.training_block(a_record())
     assert "| tinystories | 65,536 | plain PyTorch, torch.compile | 3.013 M | 1.4 s | 6.2 GiB |" in text
@@ -147,6 +183,13 @@ def test_the_record_here_has_what_is_promised() -> None:
         plain, ours = speed[preset, "plain", "compile"], speed[preset, "ours", "compile"]
         assert ours["tokens_per_second"] >= plain["tokens_per_second"]
         assert speed[preset, "ours", "eager"]["first_step_s"] < 5
+    curves = {(row["preset"], row["impl"], row["seed"]): row["losses"] for row in record["curves"]}
+    for preset in bench.PRESETS:
+        torchs = curves[preset, "torch", 0]
+        assert len(torchs) * bench.CURVE_EVERY == bench.CURVE_STEPS
+        assert readme._farthest(curves[preset, "auto", 0], torchs) < readme._farthest(
+            curves[preset, "torch", 1], torchs
+        )
     assert record["resume"]["again_equal"]
     assert record["resume"]["resumed_equal"]
     assert {run["name"]: run["best_loss"] for run in record["runs"]}["tinylm"] <= 1.47

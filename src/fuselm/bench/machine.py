@@ -29,9 +29,14 @@ def describe(device: str) -> dict[str, Any]:
         "cpu": cpu_name(),
         "driver": driver_version() if device == "cuda" else None,
         "versions": versions(),
-        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
+        "date": today(),
         "commit": commit(),
     }
+
+
+def today() -> str:
+    """The date in UTC."""
+    return datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d")
 
 
 def gpu_name() -> str:

@@ -72,7 +72,7 @@ def training_block(record: Mapping[str, Any]) -> str:
             "",
             "| preset | tokens a step | model | tokens/s | first step | peak memory |",
             "|---|---:|---|---:|---:|---:|",
-            *(_speed_line(row) for row in record["speed"]),
+            *(_speed_line(row, record["date"]) for row in record["speed"]),
             "",
             f"With `--deterministic`, {resume['steps']} steps run twice, and stopped half-way and resumed in another "
             f"process, {equal} the same to the bit in weights and averages. Its speed is {slower} of an eager run's.",
@@ -92,10 +92,11 @@ def training_block(record: Mapping[str, Any]) -> str:
     )
 
 
-def _speed_line(row: Row) -> str:
+def _speed_line(row: Row, date: str) -> str:
     who = "plain PyTorch, torch.compile" if row["model"] == "plain" else f"fuselm, {row['mode']}"
     who = who.replace("compile", "`--compile`").replace("torch.`--compile`", "torch.compile")
     who = who.replace("eager deterministic", "`--deterministic`").replace("eager torch", "eager, torch's ops")
+    who += "" if row.get("date", date) == date else f" ({row['date']})"
     return (
         f"| {row['preset']} | {row['tokens_per_step']:,} | {who} | {row['tokens_per_second'] / 1e6:.3f} M "
         f"| {row['first_step_s']:.1f} s | {row['peak_memory_gib']:.1f} GiB |"

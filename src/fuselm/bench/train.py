@@ -5,7 +5,8 @@ Every row is measured in a process of its own: the first step is then a first st
 which the README's table is made (readme.py). The training path is the real one (torchlm/train.py) on random tokens.
 
     python -m fuselm.bench.train --part speed                         # also curves, resume, runs; all without --part
-    python -m fuselm.bench.train --row tinystories ours compile       # one row, as JSON
+    python -m fuselm.bench.train --part speed --only "gpt-124m ours"  # these rows anew, the others stay
+    python -m fuselm.bench.train --row tinystories ours compile       # one row, as JSON, and no file
 
 `plain` is plain_model.py with torch's fused AdamW; it neither clips gradients nor checks them, ours does both.
 """
@@ -20,10 +21,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from fuselm.bench import machine
 from fuselm.files import write_whole
 
 PRESETS = ("tinystories", "gpt-124m")
@@ -214,14 +216,25 @@ def _child(*arguments: str) -> Row:
     return {**found, "process_s": round(time.monotonic() - begin, 1)}
 
 
-def speed() -> list[Row]:
-    """A row for each preset and way to run it."""
-    rows = []
+def speed(only: str = "") -> Iterator[Row]:
+    """A row for each preset and way to run it, or for those that have this text in their names."""
     for name in PRESETS:
         for who, mode in ROWS:
-            rows.append({"preset": name, "model": who, "mode": mode, **_child("--row", name, who, mode)})
-            print(json.dumps(rows[-1]), flush=True)
-    return rows
+            if only in f"{name} {who} {mode}":
+                row = {"preset": name, "model": who, "mode": mode, **_child("--row", name, who, mode)}
+                print(json.dumps(row), flush=True)
+                yield row
+
+
+def merged(rows: Sequence[Row], new: Row) -> list[Row]:
+    """Rows of speed with a new one in the place of the one of its name, in the order in which they are measured."""
+
+    def name(row: Row) -> tuple[str, str, str]:
+        return row["preset"], row["model"], row["mode"]
+
+    found = {name(row): row for row in (*rows, new)}
+    order = [(preset, *row) for preset in PRESETS for row in ROWS]
+    return [found[key] for key in order if key in found]
 
 
 def whole_runs(pictures: Path) -> list[Row]:
@@ -244,24 +257,31 @@ def whole_runs(pictures: Path) -> list[Row]:
     return rows
 
 
-def record(out: Path, parts: Sequence[str]) -> None:
-    """Measure and write the file; parts that are not measured now stay as they are."""
-    from fuselm.bench import machine
-
+def record(out: Path, parts: Sequence[str], only: str = "") -> None:
+    """Measure and write the file; what is not measured now stays as it is. A row of speed is kept once it is there."""
     for part in parts:
-        found: Any
         if part == "speed":
-            found = speed()
+            for row in speed(only):
+                dated = {**row, "date": machine.today()}
+                _keep(out, part, merged(_kept(out).get(part, []), dated))
         elif part == "curves":
-            found = curves()
+            _keep(out, part, curves())
         elif part == "runs":
-            found = whole_runs(out.parent)
+            _keep(out, part, whole_runs(out.parent))
         else:
             with tempfile.TemporaryDirectory() as folder:
                 found = resume_check(Path(folder))
             print(json.dumps(found), flush=True)
-        old = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {}
-        write_whole(out, json.dumps({**old, **machine.describe("cuda"), part: found}, indent=1) + "\n")
+            _keep(out, part, found)
+
+
+def _kept(out: Path) -> dict[str, Any]:
+    kept: dict[str, Any] = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {}
+    return kept
+
+
+def _keep(out: Path, part: str, found: Any) -> None:
+    write_whole(out, json.dumps({**_kept(out), **machine.describe("cuda"), part: found}, indent=1) + "\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -269,6 +289,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m fuselm.bench.train", description=__doc__.partition("\n")[0])
     parser.add_argument("--out", type=Path, default=Path("gpu/train.json"))
     parser.add_argument("--part", choices=PARTS, help="measure this alone")
+    parser.add_argument("--only", default="", metavar="TEXT", help="of speed, the rows with this in their names")
     parser.add_argument("--row", nargs=3, metavar=("PRESET", "WHO", "MODE"))
     parser.add_argument("--losses", nargs=3, metavar=("PRESET", "IMPL", "SEED"))
     parser.add_argument("--weights-after", nargs=2, metavar=("FOLDER", "STEPS"))
@@ -284,7 +305,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     elif given.weights_after:
         print(json.dumps({"sha256": weights_after(Path(given.weights_after[0]), int(given.weights_after[1]))}))
     else:
-        record(given.out, [given.part] if given.part else PARTS)
+        record(given.out, [given.part] if given.part else PARTS, given.only)
 
 
 if __name__ == "__main__":
