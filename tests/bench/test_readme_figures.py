@@ -62,7 +62,7 @@ def test_table_has_the_largest_of_each_kind_and_then_the_next_largest() -> None:
     expected = ["plain 1x4096 bfloat16", "plain 2x4096 bfloat16", "plain 3x4096 bfloat16", "plain 4x4096 bfloat16"]
     expected += ["causal 4x8x2048x2048 bfloat16", "plain 7x4096 float32"]
     assert shown(rows)[::2] == shown(rows)[1::2] == expected
-    assert f"all {len(rows)} rows are in gpu/h200.json" in readme.block(a_record() | {"rows": rows})
+    assert f"all {len(rows)} cases and passes are in gpu/h200.json" in readme.block(a_record() | {"rows": rows})
 
 
 def test_what_matmuls_bound_stands_beside_them_with_its_memory() -> None:

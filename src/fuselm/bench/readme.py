@@ -48,7 +48,7 @@ def block(record: Mapping[str, Any]) -> str:
             f"Microseconds and, in brackets, percent of the speed of a plain copy that moves the same bytes, "
             f"{_machine(record)}. L2-cold medians; the copy and every peer are measured in the same run; the fastest "
             f"of a row is bold. Of each op cases that move {LARGE_BYTES >> 20} MiB or more are shown, {MOST_CASES} at "
-            f"most, of every kind first; all {len(groups)} rows are in {RECORD.as_posix()}.",
+            f"most, of every kind first; all {len(groups)} cases and passes are in {RECORD.as_posix()}.",
             "",
             *_table(_shown(copied), _copy_cell),
             "",
