@@ -34,7 +34,7 @@ def missed(rows: list[dict[str, Any]], host: list[dict[str, Any]] | None = None)
 def test_large_rows_reach_a_share_of_a_copy(op: str, which: str, limit: float) -> None:
     assert missed([a_row(op, which, "fused", 1.0, share_of_copy=limit)]) == []
     (told,) = missed([a_row(op, which, "fused", 1.0, share_of_copy=limit - 0.02)])
-    assert told == f"{which} plain 8x64 bfloat16: share of a copy's speed {limit - 0.02:.2f}, at least {limit:.2f}"
+    assert told == f"{which} plain 8x64 bfloat16: share of a copy's speed {limit - 0.02:.3f}, at least {limit:.3f}"
     assert missed([a_row(op, which, "fused", 1.0, share_of_copy=0.1, bytes=LARGE - 1)]) == []
 
 
@@ -42,7 +42,7 @@ def test_no_peer_is_faster_and_the_fastest_one_is_named() -> None:
     peers = [a_row("rms_norm", "forward", "torch", 20.0), a_row("rms_norm", "forward", "liger", 10.0)]
     assert missed([a_row("rms_norm", "forward", "fused", 10.2), *peers]) == []
     (told,) = missed([a_row("rms_norm", "forward", "fused", 10.3), *peers])
-    assert "µs beside liger's 10.30, at most 10.20" in told
+    assert "µs beside liger's 10.300, at most 10.200" in told
     elsewhere = a_row("rms_norm", "forward", "compile", 1.0, shape=[8, 128])
     assert missed([a_row("rms_norm", "forward", "fused", 10.2), elsewhere]) == []
 
@@ -50,7 +50,7 @@ def test_no_peer_is_faster_and_the_fastest_one_is_named() -> None:
 def test_host_time_is_held_against_torchs() -> None:
     assert missed([], [a_host("fused", 12.0), a_host("torch", 10.0)]) == []
     (told,) = missed([], [a_host("fused", 12.1), a_host("torch", 10.0)])
-    assert "host decode 1x64 bfloat16: µs of host time for a call 12.10, at most 12.00" in told
+    assert "host decode 1x64 bfloat16: µs of host time for a call 12.100, at most 12.000" in told
 
 
 def test_quacks_figures_are_scaled_by_todays_copy() -> None:
@@ -64,7 +64,7 @@ def test_quacks_figures_are_scaled_by_todays_copy() -> None:
     (told,) = missed(rows(0.65 * 750 + 1, copy_tb=4.22))
     assert "8192x50304" in told
     absent = missed(rows(1.0, copy_tb=4.22)[:1])
-    assert absent == ["both 8192x131072: µs beside QuACK's not measured, at most 1,682.00"]
+    assert absent == ["both 8192x131072: µs beside QuACK's not measured, at most 1,682.000"]
 
 
 def test_a_head_is_held_against_its_matmuls_and_its_memory() -> None:

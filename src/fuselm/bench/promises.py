@@ -54,8 +54,8 @@ class Finding:
         return self.value >= self.limit if self.at_least else self.value <= self.limit
 
     def __str__(self) -> str:
-        found = "not measured" if self.value is None else f"{self.value:,.2f}"
-        return f"{self.where}: {self.promise} {found}, at {'least' if self.at_least else 'most'} {self.limit:,.2f}"
+        found = "not measured" if self.value is None else f"{self.value:,.3f}"
+        return f"{self.where}: {self.promise} {found}, at {'least' if self.at_least else 'most'} {self.limit:,.3f}"
 
 
 def findings(record: Mapping[str, Any]) -> list[Finding]:

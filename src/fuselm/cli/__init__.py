@@ -40,8 +40,8 @@ def _options(
 app.add_typer(bench.app, name="bench")
 app.add_typer(data.app, name="data")
 app.add_typer(tokenizer.app, name="tokenizer")
-app.command(name="build")(build.build)
-app.command(name="doctor")(doctor.doctor)
+app.command(name="build", help=build.HELP)(build.build)
+app.command(name="doctor", help=doctor.HELP)(doctor.doctor)
 app.command(name="train", help=train.HELP)(train.train)
 app.command(name="plot", help=plot.PLOT_HELP)(plot.plot)
 

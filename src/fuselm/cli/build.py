@@ -15,6 +15,19 @@ from typing import Annotated, Any
 
 import typer
 
+HELP = """Build the CUDA kernels and their PyTorch and JAX bindings now.
+
+Without it they are built when the first CUDA tensor arrives. What is built lies in a cache and is not built again.
+
+Examples:
+
+  fuselm build
+
+  fuselm build --arch all --json
+
+  fuselm build --arch 90a --target torch --verbose
+"""
+
 
 def build(
     arch: Annotated[str, typer.Option(help="auto (the GPUs here), all, or a list such as 75,90a,ptx120.")] = "auto",
@@ -23,7 +36,7 @@ def build(
     clean: Annotated[bool, typer.Option("--clean", help="Empty the build cache first.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")] = False,
 ) -> None:
-    """Build the CUDA kernels and their PyTorch and JAX bindings now."""
+    """Build; the help text is HELP."""
     from fuselm.kernels import build as native
     from fuselm.kernels.toolchain import label_of, parse_architectures
 

@@ -29,6 +29,16 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+HELP = """Say what this machine has, which ops run fused here, and what to do about the others.
+
+It looks and builds nothing. The exit code is 1 when something is broken; a machine without a GPU is not.
+
+Examples:
+
+  fuselm doctor
+
+  fuselm doctor --json
+"""
 PROBES = {
     "torch": (
         "import json, torch\n"
@@ -98,7 +108,7 @@ class Report:
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")] = False,
 ) -> None:
-    """Say what this machine has, which ops run fused here, and what to do about the others."""
+    """Look; the help text is HELP."""
     report = examine()
     if as_json:
         typer.echo(json.dumps(dataclasses.asdict(report), indent=2))

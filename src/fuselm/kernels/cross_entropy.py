@@ -74,13 +74,13 @@ def _check_tensors(logits: TensorInfo, targets: TensorInfo) -> None:
         raise refuse(
             f"cross_entropy: logits must have 1 to {MAX_RANK} dimensions and a last one of 1 to {MAX_WIDTH}",
             f"logits {logits}",
-            "Reshape logits to (rows, vocabulary).",
+            "Pass rows of such a width, as (rows, vocabulary).",
         )
     if targets.shape != logits.shape[:-1]:
         raise refuse(
             "cross_entropy: targets must have the shape of the logits without the last dimension",
             f"targets {targets} for logits {logits}",
-            "Reshape one of them.",
+            f"Pass one target for each row, {list(logits.shape[:-1])}; the vocabulary is the logits' last dimension.",
         )
     if targets.device != logits.device and targets.device and logits.device:
         raise refuse(
@@ -116,10 +116,10 @@ def check_options(
         raise refuse(rule, f"{reduction!r}", "Leave it out for the mean.")
 
 
-def stray_target(target: int, place: tuple[int, ...], width: int, ignore_index: int) -> RefusedInput:
+def stray_target(op: str, target: int, place: tuple[int, ...], width: int, ignore_index: int) -> RefusedInput:
     """The words for a target outside of the vocabulary, which is only looked for when debugging."""
     return refuse(
-        "cross_entropy: a target must be at least 0 and below the number of logits in a row, or be ignore_index",
+        f"{op}: a target must be at least 0 and below the number of logits in a row, or be ignore_index",
         f"target {target} at {list(place)} for rows of {width} logits and ignore_index={ignore_index}",
         "Correct it; when not debugging, such a target counts as ignored.",
     )
@@ -278,7 +278,9 @@ BAD_CALLS = (
     _bad_tensor("complex logits", ("logits must be float32", "complex64"), logits=InputSpec((4, 8), "complex64")),
     _bad_tensor("targets of one dimension more", ("without the last dimension",), targets=InputSpec((4, 1), I32)),
     _bad_tensor("fewer targets", ("int32[3] for logits float32[4, 8]",), targets=InputSpec((3,), I32)),
-    _bad_tensor("flat targets", ("Reshape one of them",), logits=InputSpec((2, 2, 8), F32)),
+    _bad_tensor(
+        "flat targets", ("one target for each row, [2, 2]", "last dimension"), logits=InputSpec((2, 2, 8), F32)
+    ),
     _bad_tensor("probabilities", ("targets must be int32 or int64", "float32[4, 8]"), targets=_LOGITS),
     _bad_tensor("no dimensions", ("1 to 8 dimensions", "float32[]"), logits=InputSpec((), F32)),
     _bad_tensor("no vocabulary", ("a last one of 1 to 262144",), logits=InputSpec((4, 0), F32)),

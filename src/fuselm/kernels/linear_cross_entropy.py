@@ -122,16 +122,20 @@ def _check_dtypes(hidden: TensorInfo, weight: TensorInfo, targets: TensorInfo, b
 def _check_shapes(hidden: TensorInfo, weight: TensorInfo, targets: TensorInfo, bias: TensorInfo | None) -> None:
     if not 1 <= len(hidden.shape) <= MAX_RANK or hidden.shape[-1] < 1:
         rule = f"{NAME}: hidden must have 1 to {MAX_RANK} dimensions and a last one of 1 or more"
-        raise refuse(rule, f"hidden {hidden}", "Reshape hidden to (rows, width).")
+        raise refuse(rule, f"hidden {hidden}", "Pass rows of such a width, as (rows, width).")
     if len(weight.shape) != 2 or weight.shape[1] != hidden.shape[-1]:
         rule = f"{NAME}: weight must be [vocabulary, width], as wide as hidden's last dimension"
         raise refuse(rule, f"weight {weight} for hidden {hidden}", f"Pass a weight of shape [V, {hidden.shape[-1]}].")
     if not 1 <= weight.shape[0] <= MAX_VOCABULARY:
         rule = f"{NAME}: weight must have 1 to {MAX_VOCABULARY} rows, one for each word"
-        raise refuse(rule, f"weight {weight}", "Compute the logits of a larger vocabulary and use cross_entropy.")
+        raise refuse(
+            rule, f"weight {weight}", "Pass one row for each word; a larger vocabulary needs a loss of your own."
+        )
     if targets.shape != hidden.shape[:-1]:
         rule = f"{NAME}: targets must have hidden's shape without the last dimension"
-        raise refuse(rule, f"targets {targets} for hidden {hidden}", "Reshape one of them.")
+        raise refuse(
+            rule, f"targets {targets} for hidden {hidden}", f"Pass one target for each row, {list(hidden.shape[:-1])}."
+        )
     if bias is not None and bias.shape != weight.shape[:1]:
         rule = f"{NAME}: bias must have one number for each row of the weight"
         raise refuse(rule, f"bias {bias} for weight {weight}", f"Pass a bias of shape [{weight.shape[0]}].")
@@ -275,7 +279,7 @@ BAD_CALLS = (
     _bad("no words", ("1 to 262144 rows", "float32[0, 8]"), weight=InputSpec((0, 8), F32)),
     _bad(
         "too many words",
-        ("1 to 262144 rows", "[262145, 1]", "use cross_entropy"),
+        ("1 to 262144 rows", "[262145, 1]", "a loss of your own"),
         hidden=InputSpec((4, 1), F32),
         weight=InputSpec((MAX_VOCABULARY + 1, 1), F32),
     ),

@@ -67,7 +67,7 @@ def _check_shapes(
         raise refuse(
             f"{op}: x must have 1 to {MAX_RANK} dimensions and a last one of 1 to {MAX_WIDTH}",
             f"x {x}",
-            "Reshape x to (rows, width).",
+            "Pass rows of such a width, as (rows, width).",
         )
     for name, tensor in parameters.items():
         if tensor is not None and tensor.shape != x.shape[-1:]:

@@ -50,7 +50,7 @@ def check(x: TensorInfo, mask: TensorInfo | None, scale: float, causal: bool) ->
             raise refuse(f"softmax: {name} must be float32, float16 or bfloat16", f"{name} {tensor}", remedy)
     if not 1 <= len(x.shape) <= MAX_RANK or not 1 <= x.shape[-1] <= MAX_WIDTH:
         rule = f"softmax: x must have 1 to {MAX_RANK} dimensions and a last one of 1 to {MAX_WIDTH}"
-        raise refuse(rule, f"x {x}", "Reshape x to (rows, width).")
+        raise refuse(rule, f"x {x}", "Pass rows of such a width, as (rows, width).")
     if mask is not None:
         _check_mask(x, mask)
     if not isinstance(scale, int | float):
@@ -257,6 +257,7 @@ BAD_CALLS = (
     BadCall("scale no number", {"x": _X}, {"scale": "large"}, ("scale must be a Python number", "str")),
     BadCall("scale None", {"x": _X}, {"scale": None}, ("scale must be a Python number", "NoneType")),
     BadCall("causal no bool", {"x": _X}, {"causal": "yes"}, ("causal must be True or False", "str")),
+    BadCall("causal a number", {"x": _X}, {"causal": 1}, ("causal must be True or False", "int")),
     BadCall("causal row", {"x": InputSpec((8,), F32)}, {"causal": True}, ("two dimensions or more", "float32[8]")),
 )
 

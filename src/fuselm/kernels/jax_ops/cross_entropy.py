@@ -57,17 +57,18 @@ def cross_entropy(
     contract.check(logits_info, targets_info, ignore_index, label_smoothing, z_loss, softcap, reduction)
     debugging = jax.config.jax_debug_nans  # type: ignore[attr-defined]  # known to JAX at run time only
     if debugging and not isinstance(targets, jax.core.Tracer):
-        _refuse_strays(np.asarray(targets), logits.shape[-1], ignore_index)
+        refuse_strays(contract.NAME, np.asarray(targets), logits.shape[-1], ignore_index)
     cap = 0.0 if softcap is None else float(softcap)
     options = (int(ignore_index), float(label_smoothing), float(z_loss), cap, reduction)
     return _cross_entropy(logits, targets, options, bool(inplace))
 
 
-def _refuse_strays(targets: np.ndarray, width: int, ignore_index: int) -> None:
+def refuse_strays(op: str, targets: np.ndarray, width: int, ignore_index: int) -> None:
+    """Look at every target: for debugging."""
     strays = np.argwhere(((targets < 0) | (targets >= width)) & (targets != ignore_index))
     if len(strays):
         place = tuple(int(index) for index in strays[0])
-        raise contract.stray_target(int(targets[place]), place, width, ignore_index)
+        raise contract.stray_target(op, int(targets[place]), place, width, ignore_index)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))

@@ -77,7 +77,7 @@ def linear_cross_entropy(
     contract.check(hidden_info, weight_info, targets_info, info(bias), *asked)
     debugging = jax.config.jax_debug_nans  # type: ignore[attr-defined]  # known to JAX at run time only
     if debugging and not isinstance(targets, jax.core.Tracer):
-        rows_loss._refuse_strays(np.asarray(targets), weight.shape[0], ignore_index)
+        rows_loss.refuse_strays(contract.NAME, np.asarray(targets), weight.shape[0], ignore_index)
     limit = contract.DEFAULT_MAX_BYTES if max_bytes is None else max_bytes
     numbers = (int(ignore_index), float(label_smoothing), float(z_loss), float(softcap or 0.0))
     return _linear_cross_entropy(hidden, weight, targets, bias, _Options(*numbers, reduction, limit))

@@ -54,7 +54,7 @@ def cross_entropy(
     `softcap` bends the logits to softcap * tanh(logits / softcap) first; `z_loss` adds that many times the square of
     each row's log-sum-exp. A target that is `ignore_index`, or outside of [0, V), has loss 0 and gradient 0 and is not
     counted; "mean" is over those that count, and 0 where none does. While torch.autograd's anomaly detection is on, a
-    target outside that is not `ignore_index` is refused.
+    target outside that is not `ignore_index` is refused (not under torch.compile, nor inside torch.func transforms).
 
     `inplace` writes the gradient over the logits, which then hold no logits any more: it saves their size in memory,
     and one backward is all there can be. A gradient other than 1 that arrives is multiplied in and rounded again. It
@@ -68,7 +68,7 @@ def cross_entropy(
             options: dict[str, Any] = {"z_loss": z_loss, "softcap": softcap, "reduction": reduction}
             options |= {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
             return cross_entropy_reference(logits, targets, **options)
-        _refuse_strays(logits, targets, ignore_index)
+        refuse_strays(contract.NAME, logits.shape[-1], targets, ignore_index)
     # The fast path asks nothing it need not: the launcher refuses bad input, and only then check() looks for the words.
     try:
         if softcap is not None or ignore_index != -100:  # what a launcher could not tell from what is allowed
@@ -178,9 +178,8 @@ def _check(
     contract.check(logits_info, targets_info, ignore_index, label_smoothing, z_loss, softcap, reduction)
 
 
-def _refuse_strays(logits: Tensor, targets: Tensor, ignore_index: int) -> None:
+def refuse_strays(op: str, width: int, targets: Tensor, ignore_index: int) -> None:
     """Wait for the device and look at every target: for debugging."""
-    width = logits.shape[-1]
     if isinstance(targets, FakeTensor) or targets.is_meta:  # without numbers there is nothing to look at
         return
     wide = targets.long()
@@ -188,7 +187,7 @@ def _refuse_strays(logits: Tensor, targets: Tensor, ignore_index: int) -> None:
     places = strays.nonzero()
     if len(places):
         place = tuple(places[0].tolist())
-        raise contract.stray_target(int(wide[place]), place, width, ignore_index)
+        raise contract.stray_target(op, int(wide[place]), place, width, ignore_index)
 
 
 def _refuse_what_cannot_be_overwritten(logits: Tensor) -> None:

@@ -69,7 +69,7 @@ def linear_cross_entropy(
             named |= {"z_loss": z_loss, "softcap": softcap, "reduction": reduction}
             return linear_cross_entropy_reference(hidden, weight, targets, bias, **named)
         if torch.is_anomaly_enabled():
-            rows_loss._refuse_strays(weight.t(), targets, ignore_index)  # as long as logits, [D, V]
+            rows_loss.refuse_strays(contract.NAME, len(weight), targets, ignore_index)
     scalars = (ignore_index, float(label_smoothing), float(z_loss), float(softcap or 0.0))
     limit = contract.DEFAULT_MAX_BYTES if max_bytes is None else max_bytes
     wanted = 0

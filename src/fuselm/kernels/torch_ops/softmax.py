@@ -42,6 +42,8 @@ def softmax(x: Tensor, *, scale: float = 1.0, causal: bool = False, mask: Tensor
         return softmax_reference(x, scale=scale, causal=causal, mask=mask)
     # The fast path asks nothing it need not: the launcher refuses bad input, and only then check() looks for the words.
     try:
+        if not compiling and (type(causal) is not bool or type(scale) is not float):  # a launcher would convert them
+            _check(x, mask, scale, causal)
         if torch.is_grad_enabled() and (x.requires_grad or (mask is not None and mask.requires_grad)):
             y: Tensor = (_Softmax.apply if compiling else _apply)(x, mask, scale, causal)
         else:
