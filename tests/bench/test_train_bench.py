@@ -98,6 +98,7 @@ def a_record() -> dict[str, Any]:
     return {
         "gpu": "NVIDIA H200",
         "date": "2026-01-01",
+        "measured": dict.fromkeys(bench.PARTS, "2026-01-01"),
         "versions": {"torch": "2.11.0", "cuda": "13.0"},
         "speed": [
             row("plain", "compile", 3_012_670),
@@ -131,12 +132,13 @@ def test_rows_are_kept_one_by_one_and_in_order(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(bench.machine, "describe", lambda device: {"date": "2026-01-02"})
     monkeypatch.setattr(bench.machine, "today", lambda: "2026-01-02")
     old = {"preset": "gpt-124m", "model": "ours", "mode": "compile", "tokens_per_second": 7, "date": "2026-01-01"}
-    out.write_text(json.dumps({"speed": [old], "resume": "as it was"}))
+    out.write_text(json.dumps({"speed": [old], "resume": "as it was", "measured": {"resume": "2026-01-01"}}))
     with pytest.raises(RuntimeError, match="lost"):
         bench.main(["--out", str(out), "--part", "speed"])
     bench.main(["--out", str(out), "--part", "speed", "--only", "tinystories plain"])
     found = json.loads(out.read_text())
     assert found["resume"] == "as it was"
+    assert found["measured"] == {"resume": "2026-01-01", "speed": "2026-01-02"}
     assert [(row["preset"], row["mode"], row["tokens_per_second"], row["date"]) for row in found["speed"]] == [
         ("tinystories", "compile", 9, "2026-01-02"),
         *(("tinystories", mode, place, "2026-01-02") for place, (_, mode) in enumerate(bench.ROWS[1:], 2)),
@@ -146,12 +148,24 @@ def test_rows_are_kept_one_by_one_and_in_order(tmp_path: Path, monkeypatch: pyte
     ]
 
 
-def test_a_row_of_another_day_says_so() -> None:
+@pytest.mark.parametrize("asked", [["--part", "speed", "--only", "tinystorys"], ["--part", "curves", "--only", "ours"]])
+def test_rows_that_are_not_there_are_refused(asked: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        bench.main(asked)
+    told = capsys.readouterr().err
+    assert f"got {asked[-1]!r}" in told
+    assert "gpt-124m ours compile" in told
+
+
+def test_what_is_of_another_day_says_so() -> None:
     record = a_record()
+    record["measured"] |= {"resume": "2025-12-30", "runs": "2025-12-29"}
     record["speed"][2]["date"], record["speed"][1]["date"] = "2025-12-31", record["date"]
     text = readme.training_block(record)
     assert "| fuselm, `--compile` (2025-12-31) | 3.065 M" in text
     assert "| fuselm, eager | 1.600 M" in text
+    assert "weights and averages (2025-12-30). Its" in text
+    assert "| command (2025-12-29) |" in text
 
 
 def test_the_table_says_what_was_measured() -> None:

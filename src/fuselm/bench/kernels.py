@@ -189,7 +189,7 @@ def _measure_case(op: OpSpec, case: Case, timer: Timer, plan: Plan, results: Res
 def take_turns(timer: Timer, short: Sequence[tuple[Row, Call, Peer]]) -> None:
     """Time short calls again, one after another and over again, and give each row the best of its turns.
 
-    The same kernel over the same memory takes 4.5 us in one tenth of a second and 5.1 in the next, on an idle H200,
+    The same kernel over the same memory took 4.2 us in one tenth of a second and 4.8 in the next, on an idle H200,
     which is more than implementations differ by. All have the same number of turns.
     """
     for _ in range(TURNS - 1):

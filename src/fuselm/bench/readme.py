@@ -63,6 +63,7 @@ def block(record: Mapping[str, Any]) -> str:
 def training_block(record: Mapping[str, Any]) -> str:
     """The same for training: speed beside plain PyTorch, a resumed run, and runs from beginning to end."""
     resume, slower = record["resume"], _deterministic_cost(record["speed"])
+    when = _on_another_day(record, "resume")
     equal = "are" if resume["again_equal"] and resume["resumed_equal"] else "are NOT"
     return "\n".join(
         [
@@ -75,10 +76,12 @@ def training_block(record: Mapping[str, Any]) -> str:
             *(_speed_line(row, record["date"]) for row in record["speed"]),
             "",
             f"With `--deterministic`, {resume['steps']} steps run twice, and stopped half-way and resumed in another "
-            f"process, {equal} the same to the bit in weights and averages. Its speed is {slower} of an eager run's.",
+            f"process, {equal} the same to the bit in weights and averages{when}. "
+            f"Its speed is {slower} of an eager run's.",
             "",
             *((_curves_line(record["curves"]), "") if "curves" in record else ()),  # a part that may yet be to come
-            "| command | best validation loss | at step | seconds of training | whole command |",
+            f"| command{_on_another_day(record, 'runs')} | best validation loss | at step | seconds of training "
+            "| whole command |",
             "|---|---:|---:|---:|---:|",
             *(
                 f"| `{run['command']}` | {run['best_loss']:.4f} | {run['best_step']:,} | {run['seconds']:.0f} "
@@ -90,6 +93,12 @@ def training_block(record: Mapping[str, Any]) -> str:
             TRAINING_END,
         ]
     )
+
+
+def _on_another_day(record: Mapping[str, Any], part: str) -> str:
+    """The date of a part that was not measured with the rest."""
+    date = record["measured"][part]
+    return "" if date == record["date"] else f" ({date})"
 
 
 def _speed_line(row: Row, date: str) -> str:

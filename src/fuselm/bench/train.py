@@ -216,14 +216,18 @@ def _child(*arguments: str) -> Row:
     return {**found, "process_s": round(time.monotonic() - begin, 1)}
 
 
+def rows_with(text: str) -> list[tuple[str, str, str]]:
+    """Preset, model and mode of the rows of speed that have this text in their names."""
+    names = [(preset, *row) for preset in PRESETS for row in ROWS]
+    return [name for name in names if text in " ".join(name)]
+
+
 def speed(only: str = "") -> Iterator[Row]:
     """A row for each preset and way to run it, or for those that have this text in their names."""
-    for name in PRESETS:
-        for who, mode in ROWS:
-            if only in f"{name} {who} {mode}":
-                row = {"preset": name, "model": who, "mode": mode, **_child("--row", name, who, mode)}
-                print(json.dumps(row), flush=True)
-                yield row
+    for preset, model, mode in rows_with(only):
+        row = {"preset": preset, "model": model, "mode": mode, **_child("--row", preset, model, mode)}
+        print(json.dumps(row), flush=True)
+        yield row
 
 
 def merged(rows: Sequence[Row], new: Row) -> list[Row]:
@@ -233,8 +237,7 @@ def merged(rows: Sequence[Row], new: Row) -> list[Row]:
         return row["preset"], row["model"], row["mode"]
 
     found = {name(row): row for row in (*rows, new)}
-    order = [(preset, *row) for preset in PRESETS for row in ROWS]
-    return [found[key] for key in order if key in found]
+    return [found[key] for key in rows_with("") if key in found]
 
 
 def whole_runs(pictures: Path) -> list[Row]:
@@ -281,7 +284,12 @@ def _kept(out: Path) -> dict[str, Any]:
 
 
 def _keep(out: Path, part: str, found: Any) -> None:
-    write_whole(out, json.dumps({**_kept(out), **machine.describe("cuda"), part: found}, indent=1) + "\n")
+    """Write a part, with the date on which each part was measured: the file's own is that of the last one."""
+    kept = _kept(out)
+    measured = {**kept.get("measured", {}), part: machine.today()}
+    write_whole(
+        out, json.dumps({**kept, **machine.describe("cuda"), "measured": measured, part: found}, indent=1) + "\n"
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -294,6 +302,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--losses", nargs=3, metavar=("PRESET", "IMPL", "SEED"))
     parser.add_argument("--weights-after", nargs=2, metavar=("FOLDER", "STEPS"))
     given = parser.parse_args(arguments)
+    if given.only and (given.part != "speed" or not rows_with(given.only)):
+        names = ", ".join(" ".join(name) for name in rows_with(""))
+        parser.error(
+            f"--only is for --part speed and has to be in one of its rows; got {given.only!r}. They are: {names}"
+        )
     if given.row:
         name, who, mode = given.row
         with tempfile.TemporaryDirectory() as folder:
