@@ -67,6 +67,7 @@ def exact(given: dict[str, Any], dloss: float = 1.0, **options: Any) -> dict[str
 def test_without_gradients_a_small_head_is_a_matmul_and_a_loss(device: str, options: dict[str, Any]) -> None:
     given = {name: tensor.detach() for name, tensor in head(6, 16, 24, device=device).items()}
     assert _is_plain(**given, bias=None)
+    assert not _is_plain(**{name: tensor.to("meta") for name, tensor in given.items()}, bias=None)  # nor other devices
     found = ops.linear_cross_entropy(**given, **options)
     blocks = ops.linear_cross_entropy(**given, **options, max_bytes=4 * 24 * 2)  # blocks of two rows
     plain = ops.cross_entropy(torch.nn.functional.linear(given["hidden"], given["weight"]), given["targets"], **options)

@@ -14,7 +14,6 @@ import torch
 from fuselm import ops
 from fuselm.kernels.spec import RefusedInput
 from fuselm.kernels.torch_ops.rms_norm import rms_norm_reference
-from tests.kernels.problems import as_tuple
 
 # Torch's own forward-mode rules are scripted, and torch warns of that.
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
@@ -92,21 +91,6 @@ def test_rms_norm_of_a_row_alone_has_the_bits_it_has_among_many_signs_of_zero_to
     alone, among = ops.rms_norm(x[:1], weight)[0], ops.rms_norm(x, weight)[0]
     assert torch.equal(alone.view(torch.int16), among.view(torch.int16))
     assert not torch.signbit(alone[0])  # -2 times -0
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("width", [264, 520, 768, 1000, 1024, 2048])
-def test_a_row_has_the_same_bits_among_few_and_among_many(cuda: str, width: int, dtype: torch.dtype) -> None:
-    made = torch.Generator(cuda).manual_seed(0)
-    x, residual = (torch.randn(9000, width, device=cuda, generator=made).to(dtype) for _ in range(2))
-    weight = torch.randn(width, device=cuda, generator=made).to(dtype)
-    for more in ({}, {"residual": residual}):
-        among = as_tuple(ops.rms_norm(x, weight, **more))
-        for rows in (1, 70, 1000, 4096):
-            given = {name: tensor[:rows] for name, tensor in more.items()}
-            for few, many in zip(as_tuple(ops.rms_norm(x[:rows], weight, **given)), among, strict=True):
-                assert torch.equal(few, many[:rows])
 
 
 @pytest.mark.gpu

@@ -91,12 +91,13 @@ def _is_plain(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | No
 
     It is the call of a small evaluation, where blocks would cost several times the host time of the two.
     """
-    dtype, vocabulary = hidden.dtype, weight.shape[0]
+    dtype, vocabulary, on_cuda = hidden.dtype, weight.shape[0], hidden.is_cuda
     return (
         not (torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad))
         and (bias is None or (bias.dtype == dtype and bias.shape == weight.shape[:1] and not bias.requires_grad))
         and weight.dtype == dtype
-        and (dtype == torch.float32 or (dtype == torch.bfloat16 and hidden.is_cuda))
+        and (dtype == torch.float32 or (dtype == torch.bfloat16 and on_cuda))
+        and (on_cuda or hidden.is_cpu)
         and targets.shape == hidden.shape[:-1]
         and 0 < targets.numel() * vocabulary * dtype.itemsize <= contract.DEFAULT_MAX_BYTES
         and hidden.numel() > 0
@@ -106,7 +107,7 @@ def _is_plain(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | No
         and weight.data_ptr() % 16 == 0
         and hidden.is_contiguous()
         and weight.is_contiguous()
-        and not torch.is_autocast_enabled("cuda" if hidden.is_cuda else "cpu")  # hidden.device.type takes half a us
+        and not torch.is_autocast_enabled("cuda" if on_cuda else "cpu")  # hidden.device.type takes half a us
         and not torch.is_anomaly_enabled()
         and not is_transformed()
     )
