@@ -114,11 +114,14 @@ def test_wrong_numbers_become_a_note_and_no_row(monkeypatch: pytest.MonkeyPatch)
     assert "NaN" in found.notes[0]["note"]
 
 
-def test_short_calls_take_turns_and_the_best_of_each_counts() -> None:
+def test_short_calls_take_turns_elsewhere_in_memory_and_the_best_of_each_counts() -> None:
     order: list[str] = []
+    places: list[int] = []
     times = {"a": iter([6.0, 4.0, 5.0]), "b": iter([8.0, 9.0, 7.5])}
 
     class Clock:
+        device = "cpu"
+
         def device_time(self, call: Callable[[], str], capture: bool) -> Timing:
             order.append(call())
             us = next(times[order[-1]])
@@ -128,9 +131,22 @@ def test_short_calls_take_turns_and_the_best_of_each_counts() -> None:
         timed = {"gpu_us": us, "gpu_us_p10": us, "gpu_us_p90": us, "graph": False, "share_of_copy": 1.0}
         return {**timed, "pass": "forward", "bytes": 16_000_000, "copy_us": 2.0, "tbytes_per_s": 0.0, "impl": "kept"}
 
-    rows, peer = {"a": row(5.0), "b": row(7.0)}, peers.Peer(None)
-    kernels.take_turns(Clock(), [(rows[name], lambda name=name: name, peer) for name in rows])  # type: ignore[arg-type]
+    def implementation(name: str) -> Callable[..., str]:
+        def call(**given: torch.Tensor) -> str:
+            places.append(given["x"].data_ptr())
+            return name
+
+        return call
+
+    op = ops()["softmax"]
+    case = next(case for case in op.bench_cases if not case.options)
+    case = replace(case, shape=(2, 8))
+    bench = kernels.Bench(op, case, Clock(), tensors.make_inputs(op, case, "cpu"))  # type: ignore[arg-type]
+    rows = {"a": row(5.0), "b": row(7.0)}
+    kernels.take_turns(bench, [(rows[name], peers.Peer(implementation(name))) for name in rows])
     assert order == ["a", "b"] * (kernels.TURNS - 1)
+    assert places[::2] == places[1::2]  # both see the same memory in a turn
+    assert len({bench.tensors["x"].data_ptr(), *places}) == kernels.TURNS  # and other memory in the next
     assert {key: rows["a"][key] for key in ("gpu_us", "gpu_us_p10", "gpu_us_p90")} == {
         "gpu_us": 4.0,
         "gpu_us_p10": 3.0,

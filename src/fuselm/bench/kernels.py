@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import Any
 
@@ -32,7 +32,7 @@ from fuselm.kernels.spec import Case, OpSpec, ops
 
 # A CPU gets the same cases with fewer rows: elements of the largest, and of the largest with --quick.
 CPU_ELEMENTS, CPU_QUICK_ELEMENTS = 1 << 21, 1 << 18
-# Calls shorter than this take turns, so many times, and the best turn of each counts.
+# Calls shorter than this take turns, so many times, each time elsewhere in memory, and the best turn of each counts.
 SHORT_US, TURNS = 20.0, 4
 TOO_LATE = "skipped: the time budget was used up"
 
@@ -162,7 +162,7 @@ def _measure_case(op: OpSpec, case: Case, timer: Timer, plan: Plan, results: Res
     except Exception as error:
         _failed(results, timer, _note(op, case, "", "torch", _words(error)))
         return
-    short: list[tuple[Row, Call, Peer]] = []
+    short: list[tuple[Row, Peer]] = []
     for name, peer in peers.implementations(op.name, case, plan.device, plan.impls).items():
         if peer.call is None:
             results.notes.append(_note(op, case, "", name, peer.note))
@@ -172,30 +172,34 @@ def _measure_case(op: OpSpec, case: Case, timer: Timer, plan: Plan, results: Res
                 results.notes.append(_note(op, case, which, name, peer.note))
                 continue
             try:
-                call = bench.call(which, peer)
-                row = _row(bench, which, name, device_name(plan), _measure(bench, which, call, peer))
+                row = _row(bench, which, name, device_name(plan), _measure(bench, which, peer))
             except Exception as error:
                 _failed(results, timer, _note(op, case, which, name, _words(error)))
                 continue
             results.rows.append(row)
             if timer.on_gpu and row["gpu_us"] < SHORT_US:
-                short.append((row, call, peer))
+                short.append((row, peer))
     try:
-        take_turns(timer, short)
+        take_turns(bench, short)
     except Exception as error:
         _failed(results, timer, _note(op, case, "", "all", _words(error)))
 
 
-def take_turns(timer: Timer, short: Sequence[tuple[Row, Call, Peer]]) -> None:
+def take_turns(bench: Bench, short: Sequence[tuple[Row, Peer]]) -> None:
     """Time short calls again, one after another and over again, and give each row the best of its turns.
 
-    The same kernel over the same memory took 4.2 us in one tenth of a second and 4.8 in the next, on an idle H200,
-    which is more than implementations differ by. All have the same number of turns.
+    The same kernel over the same memory took 4.2 us in one tenth of a second and 4.8 in the next, on an idle H200, and
+    as much less or more over other memory: more than implementations differ by. All have the same number of turns. Each
+    turn has inputs elsewhere, and within one what a call holds is given back before the next, so that all are offered
+    the same places.
     """
-    for _ in range(TURNS - 1):
-        for row, call, peer in short:
+    before = []
+    for _ in range(TURNS - 1 if short else 0):
+        before.append(bench)  # stays where it is
+        bench = replace(bench, tensors=make_inputs(bench.op, bench.case, bench.timer.device))
+        for row, peer in short:
             with torch.set_grad_enabled(row["pass"] != "forward"):
-                timing = timer.device_time(call, capture=peer.capture)
+                timing = bench.timer.device_time(bench.call(row["pass"], peer), capture=peer.capture)
             if timing.us < row["gpu_us"]:
                 timed = _timed(timing, row["bytes"], row["copy_us"])
                 row.update(as_row(timed, tuple(timed)))
@@ -220,8 +224,8 @@ def _prepare(op: OpSpec, case: Case, timer: Timer, device: str) -> Bench:
     return bench
 
 
-def _measure(bench: Bench, which: str, call: Call, peer: Peer) -> dict[str, Any]:
-    timer = bench.timer
+def _measure(bench: Bench, which: str, peer: Peer) -> dict[str, Any]:
+    timer, call = bench.timer, bench.call(which, peer)
     # Errors first: a peer may overwrite what it was given. Nothing is compiled a second time for the timing.
     found = _errors(bench, which, call) if peer.compares else Errors()
     if found.max is not None and not math.isfinite(found.max):

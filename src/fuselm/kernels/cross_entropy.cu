@@ -2,8 +2,8 @@
 // added up: softmax.cuh.
 //
 // Traffic. Where the gradient is wanted the logits are read once and the gradient is written once, over the logits if
-// asked: the row waits in registers for its sum. When the incoming gradient comes
-// (cross_entropy_correct) and is 1, as in training, nothing is left to do. No atomics.
+// asked: the row waits in registers for its sum. When the incoming gradient comes (cross_entropy_correct) and is 1, as
+// in training, nothing is left to do. No atomics.
 #include <cmath>
 
 #include "softmax.cuh"

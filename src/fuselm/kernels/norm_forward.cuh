@@ -281,13 +281,17 @@ __global__ void __launch_bounds__(Stay::kThreads, Stay::kBlocks)
   };
   if (threadIdx.x < kStayStages) init_barrier(&arrived[threadIdx.x]);
   __syncthreads();  // nobody asks a barrier before it is there
-#pragma unroll
-  for (int s = 0; s < kStayStages; ++s) fetch(blockIdx.x + s * static_cast<int64_t>(gridDim.x), s);
+  fetch(blockIdx.x, 0);
   Usual<true> usual[C::kVecs];
 #pragma unroll
   for (int v = 0; v < C::kVecs; ++v) {
     if (lane + v * C::kLanes < count) usual[v].load_now(a, skip + lane + v * C::kLanes);
   }
+  // The other rows after the weights are there: else the first would wait for them all, a microsecond longer.
+#pragma unroll
+  for (int v = 0; v < C::kVecs; ++v) usual[v].forget();
+#pragma unroll
+  for (int s = 1; s < kStayStages; ++s) fetch(blockIdx.x + s * static_cast<int64_t>(gridDim.x), s);
   // The sum of each part's lanes, in the order of row_sum.
   auto sums_of = [&](const float* between, float (&of)[2]) {
     const float mine = lane_sum<kWarps / 2>(between[threadIdx.x % kWarps]);

@@ -635,15 +635,15 @@ __device__ inline void load_weight_columns(const char* weight, DType dtype, floa
 // ---- sums over columns ----
 
 // Adds the partial rows. A block takes 4 * kQuads columns: kQuads lanes of a warp a quad each, its other lanes other
-// rows, and so do its other warps; then the lanes meet by shuffles, the warps in shared memory. blockIdx.y says which
-// of the sums it is.
+// rows, and so do its other warps, kAtOnce at a time; then the lanes meet by shuffles, the warps in shared memory.
+// blockIdx.y says which of the sums it is.
 struct ColumnSums {
   const float* partial[2];
   char* out[2];
   DType dtype[2];
 };
 
-template <int kQuads, int kThreads>
+template <int kQuads, int kThreads, int kAtOnce>
 __global__ void __launch_bounds__(kThreads) column_sums_kernel(const __grid_constant__ ColumnSums sums_of,
                                                                int64_t partial_rows, int64_t stride, int64_t width) {
   const bool second = blockIdx.y > 0;
@@ -659,7 +659,7 @@ __global__ void __launch_bounds__(kThreads) column_sums_kernel(const __grid_cons
   wait_for_previous_kernel();
   float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
   if (column < width) {
-#pragma unroll 4
+#pragma unroll kAtOnce
     for (int64_t r = warp * kRows + lane / kQuads; r < partial_rows; r += kWarps * kRows) {
       const float4 row = *reinterpret_cast<const float4*>(partial + r * stride + column);
       sum.x += row.x, sum.y += row.y, sum.z += row.z, sum.w += row.w;
@@ -701,9 +701,9 @@ inline Status column_sums(const float* const (&partial)[2], int64_t partial_rows
     const dim3 grid(static_cast<unsigned>(divide_up(width, 4 * quads)), count);
     return launch(kernel, grid, threads, 0, programmatic, stream, sums, partial_rows, stride, width);
   };
-  if (width <= 2048) return with_quads(column_sums_kernel<4, 512>, 4, 512);
-  return width <= 8192 ? with_quads(column_sums_kernel<8, 512>, 8, 512)
-                       : with_quads(column_sums_kernel<8, 128>, 8, 128);
+  if (width <= 2048) return with_quads(column_sums_kernel<4, 512, 4>, 4, 512);
+  return width <= 8192 ? with_quads(column_sums_kernel<8, 256, 8>, 8, 256)
+                       : with_quads(column_sums_kernel<16, 256, 8>, 16, 256);
 }
 
 }  // namespace fuselm

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from fuselm.kernels import softmax as contract
 from fuselm.kernels.spec import refuse
@@ -36,7 +37,7 @@ def softmax(x: Tensor, *, scale: float = 1.0, causal: bool = False, mask: Tensor
     which nothing may be seen is all zeros, and so is its gradient; without them it is NaN, as in torch. Inside
     torch.func transforms and forward-mode differentiation the plain formula runs, with every derivative torch has.
     """
-    compiling = torch.compiler.is_compiling()
+    compiling = is_compiling()
     if not compiling and is_transformed():
         _check(x, mask, scale, causal)
         return softmax_reference(x, scale=scale, causal=causal, mask=mask)
@@ -44,7 +45,7 @@ def softmax(x: Tensor, *, scale: float = 1.0, causal: bool = False, mask: Tensor
     try:
         if not compiling and (type(causal) is not bool or type(scale) is not float):  # a launcher would convert them
             _check(x, mask, scale, causal)
-        if torch.is_grad_enabled() and (x.requires_grad or (mask is not None and mask.requires_grad)):
+        if (x.requires_grad or (mask is not None and mask.requires_grad)) and torch.is_grad_enabled():
             y: Tensor = (_Softmax.apply if compiling else _apply)(x, mask, scale, causal)
         else:
             y = (_forward if compiling else _forward_now)(x, mask, scale, causal, _FIRST)
@@ -69,7 +70,7 @@ def softmax_reference(x: Tensor, *, scale: float = 1.0, causal: bool = False, ma
     if scale == 1 and not maybe_blind:
         return torch.softmax(x, dim=-1)
     scores = _scores(x, mask, scale, causal)
-    if x.dtype == scores.dtype or torch.compiler.is_compiling() or is_transformed():
+    if x.dtype == scores.dtype or is_compiling() or is_transformed():
         return _shares(scores, maybe_blind).to(x.dtype)
     y: Tensor = _RoundedShares.apply(scores, maybe_blind, x.dtype)
     return y
@@ -133,7 +134,7 @@ def _check(x: Any, mask: Any, scale: float, causal: bool) -> None:
 class _Softmax(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, mask: Tensor | None, scale: float, causal: bool) -> Tensor:
-        y: Tensor = (_forward if torch.compiler.is_compiling() else _forward_now)(x, mask, scale, causal, _FIRST)
+        y: Tensor = (_forward if is_compiling() else _forward_now)(x, mask, scale, causal, _FIRST)
         ctx.save_for_backward(y)
         ctx.scale = scale
         if mask is not None:
