@@ -21,6 +21,7 @@ from typer.testing import CliRunner, Result
 from fuselm import checkpoint
 from fuselm.checkpoint import open_run
 from fuselm.cli import app
+from fuselm.cli.train import SAME_WISH_SECONDS
 from fuselm.config import PRESETS
 from fuselm.torchlm.log import read_log
 from fuselm.torchlm.sample import sample
@@ -178,9 +179,11 @@ def test_a_signal_saves_and_the_run_goes_on_from_there(number: signal.Signals, d
             if (out / "log.jsonl").exists() and (out / "log.jsonl").stat().st_size:
                 break
             time.sleep(0.005)
-        process.send_signal(number)
-        time.sleep(0.01)
-        process.send_signal(number)  # as when `timeout` signals make and all it has started, and make hands it on
+        # Again and again until it ends, as when `timeout` signals make and all it has started, and make hands it on.
+        first = time.monotonic()
+        while process.poll() is None and time.monotonic() - first < SAME_WISH_SECONDS / 2:
+            process.send_signal(number)
+            time.sleep(0.002)
         _, words = process.communicate(timeout=60)
     assert process.returncode == 130, words
     step = open_run(out).saved["last"]

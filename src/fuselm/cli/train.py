@@ -7,6 +7,7 @@ fuselm train --resume runs/book
 
 from __future__ import annotations
 
+import atexit
 import json
 import shlex
 import signal
@@ -239,5 +240,8 @@ def _stopped_by_signals(trainer: Trainer) -> Iterator[None]:
     try:
         yield
     finally:
-        for name, handler in () if asked else previous.items():  # a wish may be repeated while the process ends
-            signal.signal(name, handler)
+        for name, handler in previous.items():
+            if asked:  # a wish may be repeated while the process ends, where Python has no handlers any more
+                atexit.register(signal.signal, name, signal.SIG_IGN)
+            else:
+                signal.signal(name, handler)
