@@ -389,3 +389,9 @@ def test_a_loss_has_torchs_state_and_says_what_it_adds() -> None:
 def test_weighted_classes_are_refused_with_a_remedy() -> None:
     with pytest.raises(ValueError, match=r"no weights here; got weight \[7\]. Use torch.nn.CrossEntropyLoss"):
         fuselm.nn.CrossEntropyLoss(torch.ones(7))
+
+
+def test_classes_that_come_last_are_refused_in_the_modules_own_words() -> None:
+    loss = fuselm.nn.CrossEntropyLoss()
+    with pytest.raises(ValueError, match=r"got input \[2, 8, 5\] and target \[2, 8\]\. .* pass input.movedim\(-1, 1\)"):
+        loss(torch.randn(2, 8, 5), torch.zeros(2, 8, dtype=torch.long))

@@ -138,7 +138,15 @@ class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
         """Loss of logits (C), (N, C) or (N, C, d1, ...) and targets of that shape without C."""
-        logits = input.movedim(1, -1) if input.dim() > 2 else input  # [N, d1, ..., C]
+        logits = input
+        if input.dim() > 2:
+            if target.shape != input.shape[:1] + input.shape[2:]:
+                raise ValueError(
+                    "CrossEntropyLoss: target must have the input's shape without its second dimension, the classes; "
+                    f"got input {list(input.shape)} and target {list(target.shape)}. "
+                    "Where classes come last, as in fuselm.ops.cross_entropy, pass input.movedim(-1, 1)."
+                )
+            logits = input.movedim(1, -1)  # [N, d1, ..., C]
         loss: Tensor = ops.cross_entropy(
             logits,
             target,

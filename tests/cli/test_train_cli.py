@@ -445,6 +445,16 @@ def test_resuming_does_not_overwrite(data: Path, tmp_path: Path) -> None:
     assert_refused(fuselm("--resume", tmp_path / "run", "--overwrite"), "got --overwrite as well")
 
 
+def test_a_run_that_was_killed_before_it_saved_begins_again_and_says_so(data: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    assert fuselm(data, *TINY, "--out", run).exit_code == 0
+    (run / "checkpoints.json").unlink()  # as if it had never saved; the log is there
+    again = fuselm("--resume", run, "--device", "cpu", "--samples", "0")
+    assert again.exit_code == 0, again.output
+    assert "steps from the beginning, since the run before was not saved" in again.stderr
+    assert "from the beginning" not in fuselm(data, *TINY, "--out", tmp_path / "other").stderr
+
+
 def test_other_peoples_files_are_left_alone(data: Path, tmp_path: Path) -> None:
     theirs = tmp_path / "folder" / "data"
     shutil.copytree(data, theirs)

@@ -237,7 +237,7 @@ def test_how_a_mask_lies_changes_no_bit(device: str, dtypes: str, mask_shape: tu
 
 
 def test_a_mask_of_bools_is_refused_with_what_to_pass_instead() -> None:
-    with pytest.raises(RefusedInput, match=r"got mask bool\[8\].* Pass numbers to add, -inf where nothing is seen"):
+    with pytest.raises(RefusedInput, match=r"got mask bool\[8\].* Pass numbers to add: where\(seen, 0.0, -inf\)"):
         ops.softmax(X, mask=torch.ones(8, dtype=torch.bool))
 
 

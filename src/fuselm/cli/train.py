@@ -201,6 +201,8 @@ def _trained(run: Run, shards: dict[str, Shard], device: str, log_csv: Path | No
 
 
 def _opening(trainer: Trainer, description: str) -> str:
+    from fuselm.torchlm.log import LOG
+
     config, step = trainer.config, trainer.progress.step
     where = str(trainer.device)
     if trainer.device.type == "cuda":
@@ -212,6 +214,8 @@ def _opening(trainer: Trainer, description: str) -> str:
     batch = f"{config.batch_size} rows of {trainer.run.model.context} tokens a step"
     batch += f", {trainer.micro_batch} at a time" if parts > 1 else ""
     begin = f"going on from step {step} of {config.steps}" if step else f"{config.steps} steps"
+    if not step and (trainer.run.folder / LOG).exists():
+        begin += " from the beginning, since the run before was not saved"
     begin = f"finished already at step {step} of {config.steps}" if trainer.finished else begin
     return f"{description}\n{where}{held}, {trainer.precision}; {begin}, {batch}"
 

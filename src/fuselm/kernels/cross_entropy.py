@@ -35,6 +35,7 @@ from fuselm.kernels.spec import (
     OpSpec,
     RefusedInput,
     TensorInfo,
+    check_number,
     refuse,
 )
 
@@ -99,9 +100,7 @@ def check_options(
         raise refuse(rule, f"ignore_index={ignore_index!r}", "Leave it out for -100.")
     numbers = {"label_smoothing": label_smoothing, "z_loss": z_loss} | ({} if softcap is None else {"softcap": softcap})
     for name, number in numbers.items():
-        if not isinstance(number, int | float):
-            got = f"{name} of type {type(number).__name__}"
-            raise refuse(f"{op}: {name} must be a Python number", got, f"Pass a float for {name}.")
+        check_number(op, name, number)
     if not 0 <= label_smoothing <= 1:
         rule = f"{op}: label_smoothing must be a number from 0 to 1"
         raise refuse(rule, f"label_smoothing={label_smoothing}", "Pass 0.1, or leave it out for none.")
@@ -293,6 +292,7 @@ BAD_CALLS = (
     _bad_option("z-loss infinite", "z_loss", math.inf, "z_loss must be", "z_loss=inf"),
     _bad_option("z-loss NaN", "z_loss", math.nan, "z_loss must be", "z_loss=nan"),
     _bad_option("z-loss no number", "z_loss", "small", "must be a Python number", "str"),
+    _bad_option("z-loss a truth value", "z_loss", True, "must be a Python number", "bool"),
     _bad_option("softcap 0", "softcap", 0.0, "softcap must be None or", "softcap=0.0"),
     _bad_option("softcap negative", "softcap", -30.0, "softcap must be None or", "softcap=-30.0"),
     _bad_option("softcap 0 in fp32", "softcap", 1e-50, "rounded to fp32", "softcap=1e-50"),

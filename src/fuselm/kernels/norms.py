@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from fuselm.kernels.spec import DTYPE_BYTES, BadCall, Case, Cost, InputSpec, TensorInfo, refuse
+from fuselm.kernels.spec import DTYPE_BYTES, BadCall, Case, Cost, InputSpec, TensorInfo, check_number, refuse
 
 MAX_WIDTH = 262_144
 MAX_RANK = 8
@@ -33,13 +33,6 @@ def check_tensors(
     _check_dtypes(op, {"x": x, **others})
     _check_shapes(op, x, parameters, residual)
     _check_devices(op, x, others)
-
-
-def check_number(op: str, name: str, number: object) -> None:
-    """Refuse an option that is no number."""
-    if not isinstance(number, int | float):
-        got = f"{name} of type {type(number).__name__}"
-        raise refuse(f"{op}: {name} must be a Python number", got, f"Pass a float for {name}.")
 
 
 def check_eps(op: str, eps: float, remedy: str) -> None:
@@ -173,4 +166,5 @@ BAD_CALLS = (
     BadCall("eps infinite", {"x": ROWS}, {"eps": float("inf")}, ("eps must be", "eps=inf")),
     BadCall("eps above fp32", {"x": ROWS}, {"eps": 1e39}, ("rounded to fp32", "eps=1e+39")),
     BadCall("eps no number", {"x": ROWS}, {"eps": "small"}, ("eps must be a Python number", "str")),
+    BadCall("eps a truth value", {"x": ROWS}, {"eps": True}, ("eps must be a Python number", "bool")),
 )

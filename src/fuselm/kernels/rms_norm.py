@@ -23,7 +23,7 @@ from typing import Any
 
 from fuselm.kernels import norms
 from fuselm.kernels.norms import BF16, F16, F32, LARGEST_FP32, inputs, outputs
-from fuselm.kernels.spec import Arrays, BadCall, Case, Cost, OpSpec, TensorInfo, refuse
+from fuselm.kernels.spec import Arrays, BadCall, Case, Cost, OpSpec, TensorInfo, check_number, refuse
 
 NAME = "rms_norm"
 # What torch means by eps=None: the epsilon of the type that is computed in, for every input dtype.
@@ -43,7 +43,7 @@ def check(
     norms.check_tensors(NAME, x, {"weight": weight}, residual)
     if eps is not None:
         norms.check_eps(NAME, eps, "Pass eps=1e-6, or None for 2^-23.")
-    norms.check_number(NAME, "offset", offset)
+    check_number(NAME, "offset", offset)
     if not -LARGEST_FP32 <= offset <= LARGEST_FP32 or (weight is None and offset != 0):
         raise refuse(
             "rms_norm: offset must be a finite number, and 0 without a weight",

@@ -33,6 +33,7 @@ from fuselm.kernels.spec import (
     InputSpec,
     OpSpec,
     TensorInfo,
+    check_number,
     refuse,
 )
 
@@ -46,16 +47,16 @@ def check(x: TensorInfo, mask: TensorInfo | None, scale: float, causal: bool) ->
     """Raise RefusedInput for the first rule that is broken; every refusal of this op is worded here."""
     for name, tensor in (("x", x), ("mask", mask)):
         if tensor is not None and tensor.dtype not in DTYPE_BYTES:
-            remedy = "Convert x to one of them." if name == "x" else "Pass numbers to add, -inf where nothing is seen."
+            remedy = f"Convert {name} to one of them."
+            if name == "mask" and tensor.dtype.startswith(("bool", "int", "uint")):  # what is seen, in other libraries
+                remedy = "Pass numbers to add: where(seen, 0.0, -inf)."
             raise refuse(f"softmax: {name} must be float32, float16 or bfloat16", f"{name} {tensor}", remedy)
     if not 1 <= len(x.shape) <= MAX_RANK or not 1 <= x.shape[-1] <= MAX_WIDTH:
         rule = f"softmax: x must have 1 to {MAX_RANK} dimensions and a last one of 1 to {MAX_WIDTH}"
         raise refuse(rule, f"x {x}", "Pass rows of such a width, as (rows, width).")
     if mask is not None:
         _check_mask(x, mask)
-    if not isinstance(scale, int | float):
-        got = f"scale of type {type(scale).__name__}"
-        raise refuse("softmax: scale must be a Python number", got, "Pass a float for scale.")
+    check_number("softmax", "scale", scale)
     if not -LARGEST_FP32 <= scale <= LARGEST_FP32:
         rule = "softmax: scale must be a finite number that fp32 can hold"
         raise refuse(rule, f"scale={scale}", "Pass scale=1.0 to leave x as it is.")
@@ -244,7 +245,7 @@ BAD_CALLS = (
     BadCall("nine dimensions", {"x": InputSpec((1,) * 8 + (3,), F32)}, {}, ("1 to 8 dimensions", "1, 3]")),
     BadCall("width 0", {"x": InputSpec((4, 0), F32)}, {}, ("a last one of 1 to 262144", "float32[4, 0]")),
     BadCall("too wide", {"x": InputSpec((1, MAX_WIDTH + 1), F32)}, {}, ("262144", "float32[1, 262145]")),
-    _bad_mask("integer mask", (4, 8), ("mask must be float32", "int32[4, 8]", "-inf where nothing"), "int32"),
+    _bad_mask("integer mask", (4, 8), ("mask must be float32", "int32[4, 8]", "where(seen, 0.0, -inf)"), "int32"),
     _bad_mask("complex mask", (8,), ("mask must be float32", "complex64[8]"), "complex64"),
     _bad_mask("mask too long", (9,), ("must broadcast to x's shape", "float32[9] for x float32[4, 8]")),
     _bad_mask("mask with other rows", (3, 8), ("must broadcast", "float32[3, 8]")),
@@ -255,6 +256,7 @@ BAD_CALLS = (
     BadCall("scale infinite", {"x": _X}, {"scale": float("-inf")}, ("scale must be a finite number", "scale=-inf")),
     BadCall("scale above fp32", {"x": _X}, {"scale": 1e39}, ("fp32 can hold", "scale=1e+39")),
     BadCall("scale no number", {"x": _X}, {"scale": "large"}, ("scale must be a Python number", "str")),
+    BadCall("scale a truth value", {"x": _X}, {"scale": True}, ("scale must be a Python number", "bool")),
     BadCall("scale None", {"x": _X}, {"scale": None}, ("scale must be a Python number", "NoneType")),
     BadCall("causal no bool", {"x": _X}, {"causal": "yes"}, ("causal must be True or False", "str")),
     BadCall("causal a number", {"x": _X}, {"causal": 1}, ("causal must be True or False", "int")),

@@ -168,3 +168,10 @@ def ops() -> dict[str, OpSpec]:
 def refuse(rule: str, arrived: str, remedy: str) -> RefusedInput:
     """The one shape of every refusal: what must hold, what came, what to do."""
     return RefusedInput(f"{rule}; got {arrived}. {remedy}")
+
+
+def check_number(op: str, name: str, number: object) -> None:
+    """Refuse an option that is no number: tensors, numpy's fp32 and truth values would pass in one framework only."""
+    if isinstance(number, bool) or not isinstance(number, int | float):
+        got = f"{name} of type {type(number).__name__}"
+        raise refuse(f"{op}: {name} must be a Python number", got, f"Pass a float for {name}.")

@@ -13,14 +13,14 @@ from __future__ import annotations
 import sys
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch.autograd import forward_ad
 
 from fuselm.kernels import build
-from fuselm.kernels.spec import TensorInfo
+from fuselm.kernels.spec import TensorInfo, refuse
 
 _LIBRARY = torch.library.Library("fuselm", "FRAGMENT")
 _PLAIN: dict[str, Callable[..., Any]] = {}
@@ -109,6 +109,19 @@ def direct_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
 def is_transformed() -> bool:
     """Whether a torch.func transform or forward-mode differentiation is under way: kernels have no rules for those."""
     return _transforms_active() or forward_ad._current_level >= 0
+
+
+def check_are_tensors(op: str, needed: Mapping[str, Any], optional: Mapping[str, Any]) -> None:
+    """Refuse the first argument that is no tensor."""
+    for name, given in {**needed, **optional}.items():
+        if isinstance(given, torch.Tensor) or (given is None and name in optional):
+            continue
+        remedy = f"Pass torch.as_tensor({name})."
+        if isinstance(given, torch.nn.Module):
+            remedy = f"Pass its parameter, {name}.weight."
+        elif op.endswith("_norm") and name == "weight":  # as in torch, where that is the place of the shape
+            remedy = "Rows are x's last dimension: leave normalized_shape out."
+        raise refuse(f"{op}: {name} must be a torch.Tensor", f"a {type(given).__name__}", remedy)
 
 
 def info(tensor: torch.Tensor | None) -> TensorInfo | None:

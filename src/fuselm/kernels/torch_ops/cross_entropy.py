@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from fuselm.kernels import cross_entropy as contract
 from fuselm.kernels.spec import refuse
 from fuselm.kernels.torch_ops import (
+    check_are_tensors,
     direct_apply,
     info,
     is_transformed,
@@ -71,7 +72,9 @@ def cross_entropy(
         refuse_strays(contract.NAME, logits.shape[-1], targets, ignore_index)
     # The fast path asks nothing it need not: the launcher refuses bad input, and only then check() looks for the words.
     try:
-        if softcap is not None or ignore_index != -100:  # what a launcher could not tell from what is allowed
+        # What a launcher would convert, or could not tell from what is allowed.
+        converted = not compiling and not type(label_smoothing) is type(z_loss) is float
+        if softcap is not None or ignore_index != -100 or converted:
             contract.check_options("cross_entropy", ignore_index, label_smoothing, z_loss, softcap, reduction)
         scalars = (ignore_index, label_smoothing, z_loss, 0.0 if softcap is None else softcap)
         if torch.is_grad_enabled() and logits.requires_grad:
@@ -168,10 +171,7 @@ def _check(
     softcap: float | None,
     reduction: str,
 ) -> None:
-    for name, tensor in (("logits", logits), ("targets", targets)):
-        if not isinstance(tensor, Tensor):
-            kind = type(tensor).__name__
-            raise refuse(f"cross_entropy: {name} must be a torch.Tensor", f"a {kind}", f"Pass torch.as_tensor({name}).")
+    check_are_tensors("cross_entropy", {"logits": logits, "targets": targets}, {})
     logits_info, targets_info = info(logits), info(targets)
     assert logits_info is not None
     assert targets_info is not None

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from fuselm.kernels import layer_norm as contract
-from fuselm.kernels.spec import refuse
 from fuselm.kernels.torch_ops import (
+    check_are_tensors,
     direct_apply,
     info,
     is_transformed,
@@ -52,6 +52,8 @@ def layer_norm(
         return layer_norm_reference(x, weight, bias, eps, residual=residual)
     # The fast path asks nothing it need not: the launcher refuses bad input, and only then check() looks for the words.
     try:
+        if not compiling and type(eps) is not float:  # a launcher would convert it
+            _check(x, weight, bias, residual, eps)
         if torch.is_grad_enabled() and (
             x.requires_grad
             or (weight is not None and weight.requires_grad)
@@ -95,10 +97,7 @@ def layer_norm_reference(
 
 
 def _check(x: Any, weight: Any, bias: Any, residual: Any, eps: float) -> None:
-    for name, tensor in (("x", x), ("weight", weight), ("bias", bias), ("residual", residual)):
-        if not isinstance(tensor, Tensor) and (name == "x" or tensor is not None):
-            kind = type(tensor).__name__
-            raise refuse(f"layer_norm: {name} must be a torch.Tensor", f"a {kind}", f"Pass torch.as_tensor({name}).")
+    check_are_tensors("layer_norm", {"x": x}, {"weight": weight, "bias": bias, "residual": residual})
     x_info = info(x)
     assert x_info is not None
     contract.check(x_info, info(weight), info(bias), info(residual), eps)

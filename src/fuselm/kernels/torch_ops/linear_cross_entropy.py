@@ -17,9 +17,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fuselm.kernels import linear_cross_entropy as contract
-from fuselm.kernels.spec import refuse
+from fuselm.kernels.torch_ops import (
+    check_are_tensors,
+    info,
+    is_transformed,
+    load_cuda,
+    refuse_second_gradient,
+    register,
+)
 from fuselm.kernels.torch_ops import cross_entropy as rows_loss
-from fuselm.kernels.torch_ops import info, is_transformed, load_cuda, refuse_second_gradient, register
 from fuselm.kernels.torch_ops.blocks import DBIAS, DHIDDEN, DWEIGHT, Blocks, Gradients, sum_dtype
 
 # So many losses at most are added up in fp32, by the loss itself; more in float64.
@@ -134,12 +140,7 @@ def linear_cross_entropy_reference(
 
 
 def _check(hidden: Any, weight: Any, targets: Any, bias: Any, options: tuple[Any, ...]) -> None:
-    given = {"hidden": hidden, "weight": weight, "targets": targets, "bias": bias}
-    for name, tensor in given.items():
-        if not isinstance(tensor, Tensor) and (name != "bias" or tensor is not None):
-            kind = type(tensor).__name__
-            rule = f"linear_cross_entropy: {name} must be a torch.Tensor"
-            raise refuse(rule, f"a {kind}", f"Pass torch.as_tensor({name}).")
+    check_are_tensors(contract.NAME, {"hidden": hidden, "weight": weight, "targets": targets}, {"bias": bias})
     hidden_info, weight_info, targets_info = info(hidden), info(weight), info(targets)
     assert hidden_info is not None
     assert weight_info is not None

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from fuselm.kernels import rms_norm as contract
-from fuselm.kernels.spec import refuse
 from fuselm.kernels.torch_ops import (
+    check_are_tensors,
     direct_apply,
     info,
     is_transformed,
@@ -54,6 +54,8 @@ def rms_norm(
     try:
         round_first = _ROUND_FIRST[cast_mode]
         eps_value = contract.DEFAULT_EPS if eps is None else eps
+        if not compiling and not type(eps_value) is type(offset) is float:  # a launcher would convert them
+            _check(x, weight, residual, eps, offset, cast_mode)
         if torch.is_grad_enabled() and (
             x.requires_grad
             or (weight is not None and weight.requires_grad)
@@ -102,10 +104,7 @@ def rms_norm_reference(
 
 
 def _check(x: Any, weight: Any, residual: Any, eps: float | None, offset: float, cast_mode: str) -> None:
-    for name, tensor in (("x", x), ("weight", weight), ("residual", residual)):
-        if not isinstance(tensor, Tensor) and (name == "x" or tensor is not None):
-            kind = type(tensor).__name__
-            raise refuse(f"rms_norm: {name} must be a torch.Tensor", f"a {kind}", f"Pass torch.as_tensor({name}).")
+    check_are_tensors("rms_norm", {"x": x}, {"weight": weight, "residual": residual})
     x_info = info(x)
     assert x_info is not None
     contract.check(x_info, info(weight), info(residual), eps, offset, cast_mode)

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from fuselm.kernels import softmax as contract
-from fuselm.kernels.spec import refuse
 from fuselm.kernels.torch_ops import (
+    check_are_tensors,
     direct_apply,
     info,
     is_transformed,
@@ -122,10 +122,7 @@ def _softmax_backward(dy: Tensor, y: Tensor) -> Tensor:
 
 
 def _check(x: Any, mask: Any, scale: float, causal: bool) -> None:
-    for name, tensor in (("x", x), ("mask", mask)):
-        if not isinstance(tensor, Tensor) and (name == "x" or tensor is not None):
-            kind = type(tensor).__name__
-            raise refuse(f"softmax: {name} must be a torch.Tensor", f"a {kind}", f"Pass torch.as_tensor({name}).")
+    check_are_tensors("softmax", {"x": x}, {"mask": mask})
     x_info = info(x)
     assert x_info is not None
     contract.check(x_info, info(mask), scale, causal)
