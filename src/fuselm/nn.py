@@ -140,7 +140,7 @@ class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
         """Loss of logits (C), (N, C) or (N, C, d1, ...) and targets of that shape without C."""
         logits = input
         if input.dim() > 2:
-            if target.shape != input.shape[:1] + input.shape[2:]:
+            if isinstance(target, Tensor) and target.shape != input.shape[:1] + input.shape[2:]:
                 raise ValueError(
                     "CrossEntropyLoss: target must have the input's shape without its second dimension, the classes; "
                     f"got input {list(input.shape)} and target {list(target.shape)}. "

@@ -451,8 +451,8 @@ def test_a_run_that_was_killed_before_it_saved_begins_again_and_says_so(data: Pa
     (run / "checkpoints.json").unlink()  # as if it had never saved; the log is there
     again = fuselm("--resume", run, "--device", "cpu", "--samples", "0")
     assert again.exit_code == 0, again.output
-    assert "steps from the beginning, since the run before was not saved" in again.stderr
-    assert "from the beginning" not in fuselm(data, *TINY, "--out", tmp_path / "other").stderr
+    assert "from the beginning: the run in this folder was ended before it saved" in again.stderr
+    assert "from the beginning" not in fuselm(data, *TINY, "--out", run, "--overwrite").stderr
 
 
 def test_other_peoples_files_are_left_alone(data: Path, tmp_path: Path) -> None:

@@ -40,6 +40,7 @@ def test_what_only_converts_to_a_number_is_refused(op_name: str, option: str, nu
     [
         (lambda x: ops.layer_norm(x, (8,)), "got a tuple. .* leave normalized_shape out"),
         (lambda x: ops.rms_norm(x, [8]), "got a list. .* leave normalized_shape out"),
+        (lambda x: ops.layer_norm(x, np.ones(8)), r"got a ndarray. Pass torch.as_tensor\(weight\)"),
         (lambda x: ops.softmax([1.0, 2.0]), r"got a list. Pass torch.as_tensor\(x\)"),
         (
             lambda x: ops.linear_cross_entropy(x, torch.nn.Linear(8, 8), torch.zeros(4, dtype=torch.long)),

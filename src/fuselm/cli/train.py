@@ -105,6 +105,8 @@ def train(
             _check_device(device, plan)
             run, shards = open_or_make(plan, device)
         check_room(run)
+        if not overwrite:
+            _tell_of_a_lost_beginning(run)
         with run.claimed(), _told_of_interrupts(run):
             trainer = _trained(run, shards, device, log_csv, tensorboard)
             command = None if resume is not None else shlex.join(["fuselm", *sys.argv[1:]])
@@ -131,6 +133,14 @@ def _resumed(folder: Path, given: dict[str, Any]) -> tuple[Run, dict[str, Shard]
     if run.train is None:
         raise ValueError(f"{folder} holds weights without a training config. Begin a new run.")
     return run, open_data(run)
+
+
+def _tell_of_a_lost_beginning(run: Run) -> None:
+    """A run that was killed before it saved has a log and nothing to go on from."""
+    from fuselm.torchlm.log import LOG
+
+    if not run.has_checkpoint and (run.folder / LOG).exists():
+        typer.echo("from the beginning: the run in this folder was ended before it saved", err=True)
 
 
 def _check_device(device: str, plan: Plan) -> None:
@@ -201,8 +211,6 @@ def _trained(run: Run, shards: dict[str, Shard], device: str, log_csv: Path | No
 
 
 def _opening(trainer: Trainer, description: str) -> str:
-    from fuselm.torchlm.log import LOG
-
     config, step = trainer.config, trainer.progress.step
     where = str(trainer.device)
     if trainer.device.type == "cuda":
@@ -214,8 +222,6 @@ def _opening(trainer: Trainer, description: str) -> str:
     batch = f"{config.batch_size} rows of {trainer.run.model.context} tokens a step"
     batch += f", {trainer.micro_batch} at a time" if parts > 1 else ""
     begin = f"going on from step {step} of {config.steps}" if step else f"{config.steps} steps"
-    if not step and (trainer.run.folder / LOG).exists():
-        begin += " from the beginning, since the run before was not saved"
     begin = f"finished already at step {step} of {config.steps}" if trainer.finished else begin
     return f"{description}\n{where}{held}, {trainer.precision}; {begin}, {batch}"
 

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fuselm.kernels import build
-from fuselm.kernels.spec import TensorInfo
+from fuselm.kernels.spec import TensorInfo, refuse
 
 # An absent tensor, going in or coming out: the bindings know it by this shape.
 ABSENT = jax.ShapeDtypeStruct((0,), jnp.float32)
@@ -38,6 +38,14 @@ def is_absent(array: Any) -> bool:
 def is_array(value: Any) -> bool:
     """Whether this is what JAX computes with: a jax array, traced or not, or a numpy array."""
     return isinstance(value, jax.Array | np.ndarray)
+
+
+def check_are_arrays(op: str, needed: Mapping[str, Any], optional: Mapping[str, Any]) -> None:
+    """Refuse the first argument that is no array."""
+    for name, given in {**needed, **optional}.items():
+        if not is_array(given) and not (given is None and name in optional):
+            rule = f"{op}: {name} must be a jax or numpy array"
+            raise refuse(rule, f"a {type(given).__name__}", f"Pass jnp.asarray({name}).")
 
 
 def once_differentiable(op: str, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -19,9 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from fuselm.kernels import cross_entropy as contract
-from fuselm.kernels.jax_ops import ABSENT, absent, call, info, is_absent, is_array, once_differentiable
+from fuselm.kernels.jax_ops import ABSENT, absent, call, check_are_arrays, info, is_absent, once_differentiable
 from fuselm.kernels.jax_ops.folding import in_front, one_by_one
-from fuselm.kernels.spec import refuse
 
 Options = tuple[int, float, float, float, str]  # ignore_index, label_smoothing, z_loss, softcap (0: none), reduction
 
@@ -46,11 +45,7 @@ def cross_entropy(
     nothing else needs them (XLA copies them otherwise); a gradient other than 1 that arrives is then multiplied in and
     rounded again.
     """
-    for name, array in (("logits", logits), ("targets", targets)):
-        if not is_array(array):
-            kind = type(array).__name__
-            rule = f"cross_entropy: {name} must be a jax or numpy array"
-            raise refuse(rule, f"a {kind}", f"Pass jnp.asarray({name}).")
+    check_are_arrays(contract.NAME, {"logits": logits, "targets": targets}, {})
     logits_info, targets_info = info(logits), info(targets)
     assert logits_info is not None
     assert targets_info is not None

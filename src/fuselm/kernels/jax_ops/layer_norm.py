@@ -17,9 +17,8 @@ import jax
 import jax.numpy as jnp
 
 from fuselm.kernels import layer_norm as contract
-from fuselm.kernels.jax_ops import ABSENT, absent, call, info, is_absent, is_array, once_differentiable
+from fuselm.kernels.jax_ops import ABSENT, absent, call, check_are_arrays, info, is_absent, once_differentiable
 from fuselm.kernels.jax_ops.folding import in_front, one_by_one
-from fuselm.kernels.spec import refuse
 
 
 def layer_norm(
@@ -34,10 +33,7 @@ def layer_norm(
 
     Returns y in x's dtype; with `residual`, (y, x + residual), the sum in the residual's dtype. Sums are fp32.
     """
-    for name, array in (("x", x), ("weight", weight), ("bias", bias), ("residual", residual)):
-        if not is_array(array) and (name == "x" or array is not None):
-            kind = type(array).__name__
-            raise refuse(f"layer_norm: {name} must be a jax or numpy array", f"a {kind}", f"Pass jnp.asarray({name}).")
+    check_are_arrays(contract.NAME, {"x": x}, {"weight": weight, "bias": bias, "residual": residual})
     x_info = info(x)
     assert x_info is not None
     contract.check(x_info, info(weight), info(bias), info(residual), eps)

@@ -19,10 +19,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from fuselm.kernels import linear_cross_entropy as contract
-from fuselm.kernels.jax_ops import ABSENT, absent, call, info, is_absent, is_array, once_differentiable
+from fuselm.kernels.jax_ops import ABSENT, absent, call, check_are_arrays, info, is_absent, once_differentiable
 from fuselm.kernels.jax_ops import cross_entropy as rows_loss
 from fuselm.kernels.jax_ops.folding import one_by_one
-from fuselm.kernels.spec import refuse
 
 
 class _Options(NamedTuple):
@@ -64,11 +63,7 @@ def linear_cross_entropy(
     Weight and bias are rounded to hidden's dtype; their gradients come in their own. Options, and targets that do not
     count, are as in cross_entropy.
     """
-    given = {"hidden": hidden, "weight": weight, "targets": targets, "bias": bias}
-    for name, array in given.items():
-        if not is_array(array) and (name != "bias" or array is not None):
-            rule = f"linear_cross_entropy: {name} must be a jax or numpy array"
-            raise refuse(rule, f"a {type(array).__name__}", f"Pass jnp.asarray({name}).")
+    check_are_arrays(contract.NAME, {"hidden": hidden, "weight": weight, "targets": targets}, {"bias": bias})
     hidden_info, weight_info, targets_info = info(hidden), info(weight), info(targets)
     assert hidden_info is not None
     assert weight_info is not None

@@ -16,9 +16,8 @@ import jax
 import jax.numpy as jnp
 
 from fuselm.kernels import rms_norm as contract
-from fuselm.kernels.jax_ops import ABSENT, absent, call, info, is_absent, is_array, once_differentiable
+from fuselm.kernels.jax_ops import ABSENT, absent, call, check_are_arrays, info, is_absent, once_differentiable
 from fuselm.kernels.jax_ops.folding import in_front, one_by_one
-from fuselm.kernels.spec import refuse
 
 Scalars = tuple[float, float, bool]  # eps, offset, round_first
 
@@ -37,10 +36,7 @@ def rms_norm(
     Returns y in x's dtype; with `residual`, (y, x + residual), the sum in the residual's dtype. eps=None is 2^-23.
     cast_mode "gemma" multiplies before it rounds, "llama" rounds before it multiplies. Sums are fp32.
     """
-    for name, array in (("x", x), ("weight", weight), ("residual", residual)):
-        if not is_array(array) and (name == "x" or array is not None):
-            kind = type(array).__name__
-            raise refuse(f"rms_norm: {name} must be a jax or numpy array", f"a {kind}", f"Pass jnp.asarray({name}).")
+    check_are_arrays(contract.NAME, {"x": x}, {"weight": weight, "residual": residual})
     x_info = info(x)
     assert x_info is not None
     contract.check(x_info, info(weight), info(residual), eps, offset, cast_mode)

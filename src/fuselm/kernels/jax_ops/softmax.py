@@ -18,8 +18,8 @@ import jax
 import jax.numpy as jnp
 
 from fuselm.kernels import softmax as contract
-from fuselm.kernels.jax_ops import absent, call, info, is_absent, is_array, once_differentiable
-from fuselm.kernels.spec import TensorInfo, refuse
+from fuselm.kernels.jax_ops import absent, call, check_are_arrays, info, is_absent, once_differentiable
+from fuselm.kernels.spec import TensorInfo
 
 
 class _Options(NamedTuple):
@@ -37,10 +37,7 @@ def softmax(x: jax.Array, *, scale: float = 1.0, causal: bool = False, mask: jax
     The mask has any float dtype and any shape that broadcasts to x's; it may learn. With a mask or causal, a row in
     which nothing may be seen is all zeros, and so is its gradient; without them it is NaN.
     """
-    for name, array in (("x", x), ("mask", mask)):
-        if not is_array(array) and (name == "x" or array is not None):
-            kind = type(array).__name__
-            raise refuse(f"softmax: {name} must be a jax or numpy array", f"a {kind}", f"Pass jnp.asarray({name}).")
+    check_are_arrays(contract.NAME, {"x": x}, {"mask": mask})
     x_info, mask_info = info(x), info(mask)
     assert x_info is not None
     contract.check(x_info, mask_info, scale, causal)

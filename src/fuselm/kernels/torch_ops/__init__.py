@@ -119,8 +119,8 @@ def check_are_tensors(op: str, needed: Mapping[str, Any], optional: Mapping[str,
         remedy = f"Pass torch.as_tensor({name})."
         if isinstance(given, torch.nn.Module):
             remedy = f"Pass its parameter, {name}.weight."
-        elif op.endswith("_norm") and name == "weight":  # as in torch, where that is the place of the shape
-            remedy = "Rows are x's last dimension: leave normalized_shape out."
+        elif op.endswith("_norm") and name == "weight" and isinstance(given, int | list | tuple):
+            remedy = "Rows are x's last dimension: leave normalized_shape out."  # whose place this is in torch
         raise refuse(f"{op}: {name} must be a torch.Tensor", f"a {type(given).__name__}", remedy)
 
 

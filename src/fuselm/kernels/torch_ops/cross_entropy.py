@@ -171,7 +171,7 @@ def _check(
     softcap: float | None,
     reduction: str,
 ) -> None:
-    check_are_tensors("cross_entropy", {"logits": logits, "targets": targets}, {})
+    check_are_tensors(contract.NAME, {"logits": logits, "targets": targets}, {})
     logits_info, targets_info = info(logits), info(targets)
     assert logits_info is not None
     assert targets_info is not None

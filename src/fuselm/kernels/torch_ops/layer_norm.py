@@ -97,7 +97,7 @@ def layer_norm_reference(
 
 
 def _check(x: Any, weight: Any, bias: Any, residual: Any, eps: float) -> None:
-    check_are_tensors("layer_norm", {"x": x}, {"weight": weight, "bias": bias, "residual": residual})
+    check_are_tensors(contract.NAME, {"x": x}, {"weight": weight, "bias": bias, "residual": residual})
     x_info = info(x)
     assert x_info is not None
     contract.check(x_info, info(weight), info(bias), info(residual), eps)

@@ -104,7 +104,7 @@ def rms_norm_reference(
 
 
 def _check(x: Any, weight: Any, residual: Any, eps: float | None, offset: float, cast_mode: str) -> None:
-    check_are_tensors("rms_norm", {"x": x}, {"weight": weight, "residual": residual})
+    check_are_tensors(contract.NAME, {"x": x}, {"weight": weight, "residual": residual})
     x_info = info(x)
     assert x_info is not None
     contract.check(x_info, info(weight), info(residual), eps, offset, cast_mode)

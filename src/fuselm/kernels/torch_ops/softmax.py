@@ -122,7 +122,7 @@ def _softmax_backward(dy: Tensor, y: Tensor) -> Tensor:
 
 
 def _check(x: Any, mask: Any, scale: float, causal: bool) -> None:
-    check_are_tensors("softmax", {"x": x}, {"mask": mask})
+    check_are_tensors(contract.NAME, {"x": x}, {"mask": mask})
     x_info = info(x)
     assert x_info is not None
     contract.check(x_info, info(mask), scale, causal)
