@@ -23,9 +23,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from fuselm.bench.l2 import empty_l2, l2_buffer
+
 Call = Callable[[], Any]
 
-FLUSH_BYTES = 256 << 20
 # How long the repeats of one figure may take together, and how many there are at least and at most.
 GPU_SECONDS, GPU_REPEATS = 0.15, (10, 200)
 CPU_SECONDS, CPU_REPEATS = 0.05, (3, 100)
@@ -73,8 +74,7 @@ class Timer:
         self._spun_up = False
         if self.on_gpu:
             self.stream = torch.cuda.Stream(self.device)
-            l2 = getattr(torch.cuda.get_device_properties(self.device), "L2_cache_size", 0)
-            self._flush = torch.empty(max(FLUSH_BYTES, 2 * l2), dtype=torch.int8, device=self.device)
+            self._flush = l2_buffer(self.device)
 
     @contextmanager
     def lane(self) -> Iterator[None]:
@@ -182,7 +182,7 @@ class Timer:
     def _spin_up(self) -> None:
         start = time.perf_counter()
         while not self._spun_up and time.perf_counter() - start < SPIN_UP_SECONDS:
-            self._flush.zero_()
+            empty_l2(self._flush)
             self.synchronize()
         self._spun_up = True
 
@@ -213,15 +213,15 @@ class Timer:
     def _cold_samples(self, launch: Call, spin: bool) -> list[float]:
         """Repeats, each after L2 was overwritten. Enqueued together: the flush hides the launch that follows it."""
         probe = statistics.median(self._event_samples(launch, 3, before=lambda: self._overwrite_l2(spin)))
-        # The flush takes about as long as writing its bytes at 3 TB/s; it counts towards the time that is spent.
-        flush_us = self._flush.numel() / 3e6 + (1000 if spin else 0)
+        # The flush takes about as long as writing its bytes twice at 3 TB/s; it counts towards the time that is spent.
+        flush_us = 2 * self._flush.nbytes / 3e6 + (1000 if spin else 0)
         repeats = _clamp(GPU_SECONDS * 1e6 / (probe + flush_us), GPU_REPEATS)
         return self._event_samples(launch, repeats, before=lambda: self._overwrite_l2(spin))
 
     def _overwrite_l2(self, spin: bool) -> None:
         if spin:
             torch.cuda._sleep(SPIN_CYCLES)
-        self._flush.zero_()
+        empty_l2(self._flush)
 
     def _event_samples(self, launch: Call, repeats: int, before: Call | None = None) -> list[float]:
         pairs = []

@@ -236,4 +236,6 @@ STABLE_TORCH_LIBRARY_IMPL(fuselm, CUDA, m) {
   FUSELM_OP(cross_entropy_backward, nullptr);
   FUSELM_OP(cross_entropy_correct, nullptr);
   FUSELM_OP(linear_cross_entropy_scale, nullptr);
+  FUSELM_OP(linear_cross_entropy_dweight, nullptr);
+  FUSELM_OP(overwrite_l2, nullptr);
 }

@@ -193,10 +193,10 @@ __device__ inline uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-// One arrival makes the barrier's first phase complete, once the bytes announced with it are there too.
-__device__ inline void init_barrier(uint64_t* barrier) {
+// So many arrivals make the barrier's first phase complete, once the bytes announced with them are there too.
+__device__ inline void init_barrier(uint64_t* barrier, uint32_t arrivals = 1) {
 #if __CUDA_ARCH__ >= 900
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(barrier)) : "memory");
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 #endif
 }
@@ -359,7 +359,7 @@ __device__ inline void wait_for_previous_kernel() {
 template <int kLanes>
 __device__ inline float lane_sum(float v) {
 #pragma unroll
-  for (int step = kLanes / 2; step > 0; step /= 2) v += __shfl_xor_sync(0xffffffffu, v, step);
+  for (int step = 1; step < kLanes; step *= 2) v += __shfl_xor_sync(0xffffffffu, v, step);
   return v;
 }
 
@@ -422,22 +422,45 @@ __device__ inline void row_sums(float (&v)[kCount], float* scratch) {
   }
 }
 
-// The same as row_sums<kLanes>, in its order, where each lane has kTurns threads: thread l + t * kLanes has what lane l
-// would add up in turn t. `scratch` has kCount * kTurns * (kLanes + kLanes / 32) floats.
+// Where each lane of a row has several threads, one for each of its kTurns vectors: neighbours, so that they meet
+// within a warp. With three turns a fourth thread has nothing.
+template <int kTurns>
+constexpr int kSlots = kTurns > 2 ? 4 : 2;
+
+// What a lane would have added up turn after turn, given to all of its threads.
+template <int kTurns>
+__device__ inline float turn_sum(float v) {
+  if constexpr (kTurns == 2) {
+    return v + __shfl_xor_sync(0xffffffffu, v, 1);
+  } else {
+    float sum = __shfl_sync(0xffffffffu, v, 0, kSlots<kTurns>);
+#pragma unroll
+    for (int turn = 1; turn < kTurns; ++turn) sum += __shfl_sync(0xffffffffu, v, turn, kSlots<kTurns>);
+    return sum;
+  }
+}
+
+// The sum over the lanes of a warp that have kStep threads each.
+template <int kStep>
+__device__ inline float spread_sum(float v) {
+#pragma unroll
+  for (int step = kStep; step < kWarp; step *= 2) v += __shfl_xor_sync(0xffffffffu, v, step);
+  return v;
+}
+
+// The same as row_sums<kLanes>, to the bit, where each lane has several threads. Each number has a float of `scratch`
+// for every warp.
 template <int kLanes, int kTurns, int kCount>
 __device__ inline void wide_sums(float (&v)[kCount], float* scratch) {
-  constexpr int kThreads = kLanes * kTurns;
-  const int lane = threadIdx.x % kLanes, turn = threadIdx.x / kLanes;
-#pragma unroll
-  for (int k = 0; k < kCount; ++k) scratch[k * kThreads + threadIdx.x] = v[k];
-  __syncthreads();
+  constexpr int kWarps = kLanes * kSlots<kTurns> / kWarp;
 #pragma unroll
   for (int k = 0; k < kCount; ++k) {
-    v[k] = scratch[k * kThreads + lane];
-#pragma unroll
-    for (int t = 1; t < kTurns; ++t) v[k] += scratch[k * kThreads + t * kLanes + lane];
+    v[k] = spread_sum<kSlots<kTurns>>(turn_sum<kTurns>(v[k]));
+    if (threadIdx.x % kWarp == 0) scratch[k * kWarps + threadIdx.x / kWarp] = v[k];
   }
-  row_sums<kLanes>(v, scratch + kCount * (kThreads + turn * kLanes / kWarp));
+  __syncthreads();
+#pragma unroll
+  for (int k = 0; k < kCount; ++k) v[k] = lane_sum<kWarps>(scratch[k * kWarps + threadIdx.x % kWarps]);
 }
 
 // ---- the device ----------------------------------------------------------------------------------------------------

@@ -63,6 +63,9 @@ struct Stream {
 // copy.cu: for a binding that must hand a launcher its own memory.
 FUSELM_EXPORT Status copy_bytes(void* to, const void* from, int64_t bytes, Stream stream);
 
+// overwrite_l2.cu: for the benchmarks.
+FUSELM_EXPORT Status overwrite_l2(const InOut& buffer, Stream stream);
+
 // rms_norm.cu and rms_norm_backward.cu; the mathematics and the contract are in rms_norm.py.
 FUSELM_EXPORT Status rms_norm_forward(const Input& x, const OptionalInput& weight, const OptionalInput& residual,
                                       double eps, double offset, bool round_first, const Like<0>& y,
@@ -109,7 +112,9 @@ FUSELM_EXPORT Status cross_entropy_correct(const InOut& dlogits, const OptionalI
                                            const OptionalInput& count, int64_t ignore_index, double label_smoothing,
                                            double z_loss, double softcap, Stream stream);
 
-// linear_cross_entropy.cu; linear_cross_entropy.py.
+// linear_cross_entropy.cu and linear_cross_entropy_dweight.cu; linear_cross_entropy.py.
 FUSELM_EXPORT Status linear_cross_entropy_scale(const InOut& gradient, const Input& factor, Stream stream);
+FUSELM_EXPORT Status linear_cross_entropy_dweight(const Input& dlogits, const Input& hidden, const InOut& dweight,
+                                                  const InOut& exponents, bool first, bool last, Stream stream);
 
 }  // namespace fuselm

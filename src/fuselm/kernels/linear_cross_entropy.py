@@ -7,7 +7,7 @@ without ever holding all logits: rows are worked off in blocks of `block_rows()`
 
     dlogits = those of cross_entropy             rounded to hidden's dtype, where the logits were
     dhidden = dlogits @ weight                   in hidden's dtype
-    dweight = dlogits.T @ hidden                 in the weight's dtype, summed in fp32 within a block
+    dweight = dlogits.T @ hidden                 in the weight's dtype, summed in fp32, or between blocks as below
     dbias   = sum of dlogits over rows           in the bias's dtype, summed in fp32
 
 For the reductions "mean" and "sum" all gradients are made in the forward pass, for an incoming gradient of 1, and
@@ -46,6 +46,10 @@ MAX_VOCABULARY = cross_entropy.MAX_WIDTH
 MAX_RANK = cross_entropy.MAX_RANK
 # What logits are held at a time unless told otherwise. Blocks of 1024 rows of a vocabulary of 128k keep a matmul busy.
 DEFAULT_MAX_BYTES = 256 << 20
+# How a large bf16 weight's gradient waits between blocks, as linear_cross_entropy_dweight.cu has it: as fp16, below
+# 2^(TOP_EXPONENT + 1) once multiplied by a power of two, of which a word has four in every tile of columns.
+TILE_COLUMNS, EXPONENTS_OF_WORD = 256, 4
+TOP_EXPONENT, LEAST_EXPONENT, MOST_EXPONENT = 14, -111, 127
 # Blocks start at multiples of so many rows: whole tiles of a matmul, and aligned to 256 bytes whatever the width.
 ROWS_OF_TILE = 128
 
@@ -61,6 +65,11 @@ def block_rows(rows: int, vocabulary: int, element_bytes: int, max_bytes: int) -
     tile = ROWS_OF_TILE if most >= ROWS_OF_TILE else 1
     blocks = math.ceil(rows / (most // tile * tile))
     return math.ceil(math.ceil(rows / blocks) / tile) * tile
+
+
+def tiles_across(width: int) -> int:
+    """How many tiles of columns a row of the weight has."""
+    return math.ceil(width / TILE_COLUMNS)
 
 
 # ---- refusals ------------------------------------------------------------------------------------------------------
@@ -241,6 +250,7 @@ CASES = (
     _case("fp32 weight, bf16 rows", (60, 64), 500, BF16, F32, bias=F32, max_bytes=20_000),
     _case("fp16 weight, fp32 rows", (30, 56), 150, F32, F16, bias=BF16),
     _case("large bf16 weight in blocks", (64, 256), 300, BF16, max_bytes=32 * 300 * 2),
+    _case("large bf16 weight of whole tiles", (200, 512), 1032, BF16, max_bytes=64 * 1032 * 2),
     _case("ignored", (90, 16), 31, BF16, targets=(-3, 31), ignore_index=-3, max_bytes=2000),
     _case("beyond the vocabulary", (45, 40), 31, F32, targets=(-4, 40), ignore_index=7, target_dtype="int32"),
     _case("all ignored", (12, 32), 50, F16, targets=(-100, -99), **_ALL),

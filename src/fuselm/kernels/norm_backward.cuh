@@ -727,9 +727,14 @@ struct FewArgs {
   char *dweight, *dbias;  // of x's dtype; null when they are not wanted
 };
 
-// The block for few rows: of as many lanes a row, or part of one, as that for many.
+// The block for few rows: of as many lanes a row, or part of one, as that for many; where a lane has two or three
+// vectors and a block room for it, with a thread for each.
 template <typename C>
-using Few = Config<C::kLanes, C::kVecs, (C::kLanes < 128 ? 128 : C::kLanes), 1>;
+constexpr int kFewThreads = C::kVecs > 1 && C::kVecs < 4 ? C::kLanes * kSlots<C::kVecs> : 0;
+template <typename C, bool kParted>
+using Few = std::conditional_t<!kParted && kFewThreads<C> >= 128 && kFewThreads<C> <= 512,
+                               Config<C::kLanes, C::kVecs, kFewThreads<C>, 1, Kind::kWide>,
+                               Config<C::kLanes, C::kVecs, (C::kLanes < 128 ? 128 : C::kLanes), 1>>;
 
 constexpr int kColumnLanes = 8;  // threads that own a row's vectors of the columns that a block takes
 
@@ -750,15 +755,15 @@ __device__ inline void few_rows(const FewArgs& a) {
     dy_row = a.dy + row * a.dy_stride + at.skip * 16, h_row = a.h + row * a.h_stride + at.skip * 16;
   }
   const char* r_row = a.dresidual_out + row * a.dresidual_out_stride + at.skip * 16;
-  Loaded<X, X, true> loaded[C::kVecs];  // dy, and h in the residual's place
-  uint4 raw[C::kVecs];
+  Loaded<X, X, true> loaded[C::kHeld];  // dy, and h in the residual's place
+  uint4 raw[C::kHeld];
 #pragma unroll
-  for (int v = 0; v < C::kVecs; ++v) {
+  for (int v = 0; v < C::kHeld; ++v) {
     const int i = at.lane + v * C::kLanes;
     loaded[v].load_if(i < at.count, dy_row + i * 16, h_row + i * 16);
   }
 #pragma unroll
-  for (int v = 0; v < C::kVecs; ++v) {
+  for (int v = 0; v < C::kHeld; ++v) {
     const int i = at.lane + v * C::kLanes;
     raw[v] = make_uint4(0, 0, 0, 0);
     if (a.weight != nullptr && i < at.count) raw[v] = load_constant_now(a.weight + (at.skip + i) * 16);
@@ -766,7 +771,7 @@ __device__ inline void few_rows(const FewArgs& a) {
   const float rstd = at.count > 0 ? a.rstd[row] : 0.0f, mean = kCentred && at.count > 0 ? a.mean[row] : 0.0f;
   const Centre centre(mean, rstd);
 #pragma unroll
-  for (int v = 0; kLate && v < C::kVecs; ++v) {
+  for (int v = 0; kLate && v < C::kHeld; ++v) {
     if (unlikely(centre.first != 0.0f)) loaded[v].residual[0] = centred<X>(loaded[v].residual[0], centre.first);
   }
   auto each = [&](int v, float (&dy)[N], float (&h)[N], float (&weight)[N]) {
@@ -776,12 +781,16 @@ __device__ inline void few_rows(const FewArgs& a) {
   };
   RowSums sums;
 #pragma unroll
-  for (int v = 0; v < C::kVecs; ++v) {
+  for (int v = 0; v < C::kHeld; ++v) {
     float dy[N], h[N], weight[N];
     each(v, dy, h, weight);
     sums.add(dy, h, weight, kLate ? 0.0f : mean);
   }
-  row_sums<C::kLanes>(sums.value, scratch + kCount * at.group * C::kLanes / kWarp);
+  if constexpr (C::kKind == Kind::kWide) {
+    wide_sums<C::kLanes, C::kVecs>(sums.value, scratch);
+  } else {
+    row_sums<C::kLanes>(sums.value, scratch + kCount * at.group * C::kLanes / kWarp);
+  }
   if constexpr (kParted) {
     exchange.share(sums.value, a.parts.count, at.rank);
 #pragma unroll
@@ -793,7 +802,7 @@ __device__ inline void few_rows(const FewArgs& a) {
   const Slope<kCentred> slope(sums, kLate ? centre.late : mean, rstd, a.inverse_width, kLate);
   char* dx_row = a.dx + offset;
 #pragma unroll
-  for (int v = 0; v < C::kVecs; ++v) {
+  for (int v = 0; v < C::kHeld; ++v) {
     const int i = at.lane + v * C::kLanes;
     float dy[N], h[N], weight[N], dx[N], unused[2][N] = {};
     each(v, dy, h, weight);
@@ -1020,7 +1029,7 @@ struct Backward {
     const int64_t count = a.width / kVec<X>, column_blocks = sums ? divide_up(count, kColumnLanes) : 0;
     bool done = false;
     auto held = [&](auto config) {
-      using C = Few<decltype(config)>;
+      using C = Few<decltype(config), false>;
       few.row_blocks = static_cast<int32_t>(divide_up(a.rows, C::kGroups));
       const dim3 grid(static_cast<unsigned>(few.row_blocks + column_blocks));
       const auto kernel = norm_backward_few_kernel<kCentred, X, C, false>;
@@ -1028,7 +1037,7 @@ struct Backward {
       done = true;
     };
     auto parted = [&](auto config) {
-      using C = Few<decltype(config)>;
+      using C = Few<decltype(config), true>;
       static std::atomic<int> clusters[kMaxDevices][kMaxParts + 1];
       few.row_blocks = static_cast<int32_t>(a.rows * a.parts);
       const int64_t all = a.rows + divide_up(column_blocks, a.parts);  // a cluster takes columns or a row

@@ -34,8 +34,8 @@ using ForwardConfigs = std::conditional_t<kCentred, LayerConfigs, RmsConfigs>;
 using FewRowsRms = ConfigList<Config<64, 2, 64, 1, Kind::kSoon>, Config<128, 2, 128, 1, Kind::kSoon>,
                               Config<256, 2, 256, 1, Kind::kSoon>, Config<256, 4, 256, 1, Kind::kSoon>,
                               Config<512, 4, 512, 1, Kind::kSoon>>;
-using FewRowsLayer = ConfigList<Config<128, 1, 128, 1, Kind::kWide>, Config<256, 1, 256, 1, Kind::kWide>,
-                                Config<512, 1, 512, 1, Kind::kWide>, Config<256, 4, 256, 1, Kind::kSoon>,
+using FewRowsLayer = ConfigList<Config<32, 4, 128, 1, Kind::kWide>, Config<64, 4, 256, 1, Kind::kWide>,
+                                Config<128, 4, 512, 1, Kind::kWide>, Config<256, 4, 256, 1, Kind::kSoon>,
                                 Config<512, 4, 512, 1, Kind::kSoon>>;
 template <bool kCentred>
 using FewRowsConfigs = std::conditional_t<kCentred, FewRowsLayer, FewRowsRms>;
@@ -144,15 +144,15 @@ __device__ inline void scaled(const ForwardArgs& a, const Held<X, H>& held, cons
 // at once or, where a thread has many vectors or a bias too, some at a time: there are no registers for more.
 template <bool kCentred, typename X, typename H, typename C, bool kUsual, typename Place, typename Normalised>
 __device__ inline void write_row(const ForwardArgs& a, char* y_row, const Place& at, const Normalised& normalised,
-                                 const Held<X, H> (&held)[C::kVecs], Usual<kCentred> (&usual)[C::kVecs]) {
-  constexpr int kAtOnce = kCentred ? 2 : C::kVecs > 4 ? 4 : C::kVecs;
+                                 const Held<X, H> (&held)[C::kHeld], Usual<kCentred> (&usual)[C::kHeld]) {
+  constexpr int kAtOnce = kCentred ? 2 : C::kHeld > 4 ? 4 : C::kHeld;
 #pragma unroll
-  for (int v = 0; v < C::kVecs; ++v) {
+  for (int v = 0; v < C::kHeld; ++v) {
     if (kUsual && C::kKind == Kind::kMany && v % kAtOnce == 0) {
 #pragma unroll
       for (int next = v; next < v + kAtOnce; ++next) {
         const int i = at.lane + next * C::kLanes;
-        if (next < C::kVecs && i < at.count) usual[next].load(a, at.skip + i);
+        if (next < C::kHeld && i < at.count) usual[next].load(a, at.skip + i);
       }
     }
     const int i = at.lane + v * C::kLanes;
@@ -193,9 +193,9 @@ __global__ void __launch_bounds__(C::kThreads, (kForwardBlocks<C, kResidual>))
   const char* x_row = (kSoon ? soon(a.x, a.x_stride) : a.x_row(row)) + at.skip * 16;
   const char* residual_row = nullptr;
   if (kResidual) residual_row = (kSoon ? soon(a.residual, a.residual_stride) : a.residual_row(row)) + at.skip * kH;
-  Loaded<X, H, kResidual> loaded[C::kVecs];
+  Loaded<X, H, kResidual> loaded[C::kHeld];
 #pragma unroll
-  for (int v = 0; v < C::kVecs; ++v) {
+  for (int v = 0; v < C::kHeld; ++v) {
     const int i = at.lane + v * C::kLanes;
     if constexpr (kSoon) {
       loaded[v].load_if(i < at.count, x_row + i * 16, residual_row + i * kH);
@@ -204,17 +204,17 @@ __global__ void __launch_bounds__(C::kThreads, (kForwardBlocks<C, kResidual>))
     }
   }
 
-  Usual<kCentred> usual[C::kVecs];
+  Usual<kCentred> usual[C::kHeld];
 #pragma unroll
-  for (int v = 0; kSoon && v < C::kVecs; ++v) {  // asked for while x is still on its way
+  for (int v = 0; kSoon && v < C::kHeld; ++v) {  // asked for while x is still on its way
     const int i = at.lane + v * C::kLanes;
     if (i < at.count) usual[v].load_now(a, at.skip + i);
   }
 
   const int64_t element = row * a.width + at.skip * kVec<X>;
-  Held<X, H> held[C::kVecs];
+  Held<X, H> held[C::kHeld];
 #pragma unroll
-  for (int v = 0; v < C::kVecs; ++v) {
+  for (int v = 0; v < C::kHeld; ++v) {
     const int i = at.lane + v * C::kLanes;
     held[v] = loaded[v].sum();
     if (kResidual && i < at.count) {
@@ -225,7 +225,7 @@ __global__ void __launch_bounds__(C::kThreads, (kForwardBlocks<C, kResidual>))
   }
   auto each = [&](const auto& f) {
 #pragma unroll
-    for (int v = 0; v < C::kVecs; ++v) {
+    for (int v = 0; v < C::kHeld; ++v) {
       float h[kVec<X>];
       held[v].get(h);
       f(h, at.lane + v * C::kLanes < at.count ? kVec<X> : 0);
@@ -287,7 +287,7 @@ __global__ void __launch_bounds__(Stay::kThreads, Stay::kBlocks)
   for (int v = 0; v < C::kVecs; ++v) {
     if (lane + v * C::kLanes < count) usual[v].load_now(a, skip + lane + v * C::kLanes);
   }
-  // The other rows after the weights are there: else the first would wait for them all, a microsecond longer.
+  // The other rows are asked for after the weights: else the first would wait for them all, a microsecond longer.
 #pragma unroll
   for (int v = 0; v < C::kVecs; ++v) usual[v].forget();
 #pragma unroll

@@ -75,8 +75,7 @@ __device__ inline float quotient(float sum, float count, float inverse_count) {
 
 // Floats in which the lanes of a row meet for up to three numbers.
 template <typename C>
-constexpr int kScratch =
-    3 * (C::kKind == Kind::kWide ? C::kLanes + C::kLanes / kWarp : (C::kLanes + kWarp - 1) / kWarp);
+constexpr int kScratch = 3 * (((C::kKind == Kind::kWide ? C::kThreads : C::kLanes) + kWarp - 1) / kWarp);
 
 // What is gathered of a row, or of a part of one, by all its lanes together. `each` calls a function with each N
 // elements of the lane in turn and how many of them are the row's (kWhole: all or none), the others being 0; `count` is
@@ -142,7 +141,7 @@ struct Gathered<true> {
     });
     auto meet = [&](auto& numbers, float* where) {
       if constexpr (C::kKind == Kind::kWide) {
-        wide_sums<C::kLanes / kTurns, kTurns>(numbers, where);
+        wide_sums<C::kLanes, C::kVecs>(numbers, where);
       } else {
         row_sums<C::kLanes>(numbers, where);
       }
@@ -156,7 +155,7 @@ struct Gathered<true> {
     }
     Gathered row = of_sums(sums, count, inverse_count);
     const bool far = !once || !row.lies_near();
-    if (!once || unlikely(for_any_row<C::kLanes, C::kThreads>(far))) {
+    if (!once || unlikely(for_any_row<C::kThreads / C::kGroups, C::kThreads>(far))) {
       float squares[1] = {};
       each([&](const float (&h)[N], int here) { squares[0] += sum_of_squares_around<kWhole>(h, row.mean, here); });
       meet(squares, scratch + 2 * kScratch<C> / 3);

@@ -28,12 +28,16 @@ struct Parts {
 template <typename X, typename C, bool kParted>
 struct Place {
   static constexpr bool kOneRow = !kParted && C::kKind != Kind::kMany;  // a block, and no block too many
-  int group, lane, rank, skip, count;
+  int group, lane, rank, skip, count;  // lane: the first of the thread's vectors, which are kLanes apart
   int64_t row;
 
   __device__ Place(const Parts& parts, int64_t rows, int width) {
-    group = threadIdx.x / C::kLanes;
-    lane = threadIdx.x % C::kLanes;
+    if constexpr (C::kKind == Kind::kWide) {
+      constexpr int kSlots = fuselm::kSlots<C::kVecs>;
+      group = 0, lane = threadIdx.x / kSlots + threadIdx.x % kSlots * C::kLanes;
+    } else {
+      group = threadIdx.x / C::kLanes, lane = threadIdx.x % C::kLanes;
+    }
     rank = kParted ? static_cast<int>(blockIdx.x) % parts.count : 0;
     row = kParted ? blockIdx.x / parts.count : static_cast<int64_t>(blockIdx.x) * C::kGroups + group;
     skip = kParted ? rank * parts.vectors : 0;

@@ -245,18 +245,18 @@ inline int64_t count_rows(const TensorView& x) {
 enum class Kind {
   kMany,  // compiled for throughput
   kSoon,  // for a few rows: compiled for what comes soonest
-  kWide,  // the same, with kTurns times the lanes, a vector each
+  kWide,  // the same, with a thread for each vector of a lane
 };
-constexpr int kTurns = 4;
 
 template <int lanes, int vecs, int threads, int blocks, Kind kind = Kind::kMany>
 struct Config {
   static constexpr int kLanes = lanes;      // threads that own a row
-  static constexpr int kVecs = vecs;        // vectors of the row each of them holds
+  static constexpr int kVecs = vecs;        // vectors of the row each of them has
   static constexpr int kThreads = threads;  // threads of a block
   static constexpr int kBlocks = blocks;    // of a multiprocessor: what the compiler may spend registers by
   static constexpr Kind kKind = kind;
-  static constexpr int kGroups = threads / lanes;  // rows of a block
+  static constexpr int kHeld = kind == Kind::kWide ? 1 : vecs;               // vectors a thread holds
+  static constexpr int kGroups = kind == Kind::kWide ? 1 : threads / lanes;  // rows of a block
 };
 
 template <typename... Configs>

@@ -104,7 +104,7 @@ template <typename X, typename C, bool kParted, bool kMasked>
 __global__ void __launch_bounds__(C::kThreads, (kForwardBlocks<X, C, kMasked>))
     softmax_forward_kernel(const __grid_constant__ ForwardArgs a) {
   constexpr int N = kVec<X>;
-  constexpr bool kSoon = C::kKind == Kind::kSoon;
+  constexpr bool kSoon = C::kKind != Kind::kMany, kWide = C::kKind == Kind::kWide;
   __shared__ float scratch[2 * C::kThreads / kWarp];
   __shared__ std::conditional_t<kParted, Exchange<2>, char> exchange;
   if (kSoon || a.chained) {
@@ -126,9 +126,9 @@ __global__ void __launch_bounds__(C::kThreads, (kForwardBlocks<X, C, kMasked>))
     const int i = at.lane + v * C::kLanes;
     return i < at.count && (!kMasked || (at.skip + i) * N < seen);
   };
-  uint4 raw[C::kVecs];
+  uint4 raw[C::kHeld];
 #pragma unroll
-  for (int v = 0; v < C::kVecs; ++v) {
+  for (int v = 0; v < C::kHeld; ++v) {
     const char* from = x_row + (at.lane + v * C::kLanes) * 16;
     raw[v] = make_uint4(0, 0, 0, 0);
     if (shows(v))
@@ -136,18 +136,18 @@ __global__ void __launch_bounds__(C::kThreads, (kForwardBlocks<X, C, kMasked>))
   }
 
   // Asked for while x is still on its way, where a thread has registers for it.
-  constexpr bool kMaskFirst = kMasked && C::kVecs * N <= 32;
-  ConstantVector<N> mask[kMaskFirst ? C::kVecs : 1];
+  constexpr bool kMaskFirst = kMasked && C::kHeld * N <= 32;
+  ConstantVector<N> mask[kMaskFirst ? C::kHeld : 1];
   auto load_mask = [&](int v, ConstantVector<N>& to) {
     if (mask_row != nullptr && shows(v)) to.load(mask_row, a.mask.dtype, at.skip + at.lane + v * C::kLanes);
   };
 #pragma unroll
-  for (int v = 0; kMaskFirst && v < C::kVecs; ++v) load_mask(v, mask[v]);
+  for (int v = 0; kMaskFirst && v < C::kHeld; ++v) load_mask(v, mask[v]);
 
-  std::conditional_t<kMasked, FloatVector<X>, PackedVector<X>> held[C::kVecs];
+  std::conditional_t<kMasked, FloatVector<X>, PackedVector<X>> held[C::kHeld];
   Power<X> mine = {-infinity(), 0.0f};
 #pragma unroll
-  for (int v = 0; v < C::kVecs; ++v) {
+  for (int v = 0; v < C::kHeld; ++v) {
     if constexpr (!kMasked) {
       held[v].raw = raw[v];
     } else if (shows(v)) {
@@ -163,7 +163,7 @@ __global__ void __launch_bounds__(C::kThreads, (kForwardBlocks<X, C, kMasked>))
   if constexpr (!kMasked) {
     float smallest = infinity();
 #pragma unroll
-    for (int v = 0; v < C::kVecs; ++v) {
+    for (int v = 0; v < C::kHeld; ++v) {
       if (!shows(v)) continue;
       if (unlikely(falls)) {
         smallest = extreme<X, true>(raw[v], smallest);
@@ -173,10 +173,11 @@ __global__ void __launch_bounds__(C::kThreads, (kForwardBlocks<X, C, kMasked>))
     }
     if (falls) mine.top = -smallest;
   }
+  if constexpr (kWide) mine.top = lane_max<kSlots<C::kVecs>>(mine.top);
   const Level near = a.level(mine.top, falls);
   constexpr bool kPowers = kMasked && kPowersWait<X>;
 #pragma unroll
-  for (int v = 0; v < C::kVecs; ++v) {
+  for (int v = 0; v < C::kHeld; ++v) {
     if (!shows(v)) continue;
     float value[N];
     held[v].get(value);
@@ -184,7 +185,12 @@ __global__ void __launch_bounds__(C::kThreads, (kForwardBlocks<X, C, kMasked>))
     mine.sum += sum_of(value);
     if constexpr (kPowers) held[v].set(value);
   }
-  Power<X> whole = meet<C::kLanes, kSoon>(mine, a.unit, scratch + 2 * at.group * C::kLanes / kWarp);
+  Power<X> whole;
+  if constexpr (kWide) {
+    whole = meet_wide<C::kLanes, C::kVecs>(mine, a.unit, scratch);
+  } else {
+    whole = meet<C::kLanes, kSoon>(mine, a.unit, scratch + 2 * at.group * C::kLanes / kWarp);
+  }
   if constexpr (kParted) {
     exchange.share({whole.top, whole.sum}, a.parts.count, at.rank);
     whole = sum_of_parts<X>(a.parts.count, a.unit,
@@ -195,7 +201,7 @@ __global__ void __launch_bounds__(C::kThreads, (kForwardBlocks<X, C, kMasked>))
   const float share = kPowers ? mine.share(whole.top, a.unit) * inverse : inverse;
   char* y_row = a.y + offset;
 #pragma unroll
-  for (int v = 0; v < C::kVecs; ++v) {
+  for (int v = 0; v < C::kHeld; ++v) {
     const int i = at.lane + v * C::kLanes;
     float value[N];
     if (!kMasked || shows(v)) {
@@ -305,7 +311,7 @@ __global__ void __launch_bounds__(C::kThreads, (kBackwardBlocks<C>))
     softmax_backward_kernel(const __grid_constant__ BackwardArgs a) {
   constexpr int N = kVec<X>;
   constexpr bool kSoon = C::kKind != Kind::kMany, kWide = C::kKind == Kind::kWide;
-  __shared__ float scratch[(kWide ? C::kThreads : 0) + C::kThreads / kWarp];
+  __shared__ float scratch[C::kThreads / kWarp];
   __shared__ std::conditional_t<kParted, Exchange<1>, char> exchange;
   if (kSoon || a.chained) {
     allow_next_kernel();
@@ -319,9 +325,9 @@ __global__ void __launch_bounds__(C::kThreads, (kBackwardBlocks<C>))
     dy_row = a.dy_rows.row(at.row) + at.skip * 16, y_row = a.y_rows.row(at.row) + at.skip * 16;
   }
   const uint64_t policy = read_policy(!kSoon && a.large);
-  Loaded<X, X, true> loaded[C::kVecs];  // dy, and y in the residual's place
+  Loaded<X, X, true> loaded[C::kHeld];  // dy, and y in the residual's place
 #pragma unroll
-  for (int v = 0; v < C::kVecs; ++v) {
+  for (int v = 0; v < C::kHeld; ++v) {
     const int i = at.lane + v * C::kLanes;
     if constexpr (kSoon) {
       loaded[v].load_if(i < at.count, dy_row + i * 16, y_row + i * 16);
@@ -331,15 +337,14 @@ __global__ void __launch_bounds__(C::kThreads, (kBackwardBlocks<C>))
   }
   float dot = 0.0f;
 #pragma unroll
-  for (int v = 0; v < C::kVecs; ++v) {
+  for (int v = 0; v < C::kHeld; ++v) {
     float dy[N], y[N];
     unpack<X>(loaded[v].x, dy), unpack<X>(loaded[v].residual[0], y);
     dot += sum_of_products(dy, y);
   }
   if constexpr (kWide) {
-    constexpr int kVectors = C::kThreads == 96 ? 3 : 2;  // that a lane of UpTo1024Vectors has
     float dots[1] = {dot};
-    wide_sums<C::kThreads / kVectors, kVectors>(dots, scratch);
+    wide_sums<C::kLanes, C::kVecs>(dots, scratch);
     dot = dots[0];
   } else {
     dot = row_sum<C::kLanes>(dot, scratch + at.group * C::kLanes / kWarp);
@@ -351,7 +356,7 @@ __global__ void __launch_bounds__(C::kThreads, (kBackwardBlocks<C>))
   }
   char* dx_row = a.dx + offset;
 #pragma unroll
-  for (int v = 0; v < C::kVecs; ++v) {
+  for (int v = 0; v < C::kHeld; ++v) {
     const int i = at.lane + v * C::kLanes;
     float dy[N], y[N];
     unpack<X>(loaded[v].x, dy), unpack<X>(loaded[v].residual[0], y);
@@ -416,7 +421,7 @@ struct ForwardKernels {
 template <typename X>
 struct BackwardKernels {
   using Whole = UpTo1024Vectors;
-  using Few = FewRowsBackward;
+  using Few = FewRows;
   template <typename C, bool kParted>
   static auto of() {
     return softmax_backward_kernel<X, C, kParted>;

@@ -20,14 +20,11 @@ using FiveToEight = ConfigList<Config<kLanes, 5, kLanes, kUpTo7>, Config<kLanes,
 using UpTo1024Vectors = ConfigList<Config<8, 1, 128, 1>, Config<16, 1, 128, 1>, Config<32, 1, 128, 1>,
                                    Config<32, 2, 128, 10>, Config<32, 3, 128, 8>, Config<64, 2, 128, 10>,
                                    Config<128, 2, 128, 10>, Config<256, 2, 256, 5>, Config<256, 4, 256, 4>>;
-// A few rows: one a block, of the same lanes, so that a row's sum has the same bits in both.
-using FewRows = ConfigList<Config<32, 3, 32, 1, Kind::kSoon>, Config<64, 2, 64, 1, Kind::kSoon>,
+// A few rows: one a block, of the same lanes or a thread for each vector of a lane, so that a row's sum has the same
+// bits in both.
+using FewRows = ConfigList<Config<32, 3, 128, 1, Kind::kWide>, Config<64, 2, 128, 1, Kind::kWide>,
                            Config<128, 2, 128, 1, Kind::kSoon>, Config<256, 2, 256, 1, Kind::kSoon>,
                            Config<256, 4, 256, 1, Kind::kSoon>>;
-// In backward what a lane adds up can be taken apart: up to 1024 elements of 16 bits a thread has one vector.
-using FewRowsBackward = ConfigList<Config<96, 1, 96, 1, Kind::kWide>, Config<128, 1, 128, 1, Kind::kWide>,
-                                   Config<128, 2, 128, 1, Kind::kSoon>, Config<256, 2, 256, 1, Kind::kSoon>,
-                                   Config<256, 4, 256, 1, Kind::kSoon>>;
 // Up to 16384 elements of 16 bits or 32: a row, and a part of one. Blocks of a cluster wait for each other, and a fifth
 // fills the time; a block that has its row for itself would pay for it with registers.
 template <typename X, bool kParted>
@@ -161,6 +158,35 @@ __device__ inline Power<X> meet(Power<X> mine, float unit, float* scratch) {
     const Power<X> warp = {scratch[lane % kWarps], scratch[kWarps + lane % kWarps]};
     met.top = kSoon ? warp_max_soon(warp.top) : lane_max<kWarps>(warp.top);  // each is there several times
     met.sum = lane_sum<kWarps>(warp.below(met.top, unit));
+  }
+  return met;
+}
+
+// The same where each lane has a thread for each of its kTurns vectors: `mine` is that of the thread's vector, below
+// the top of its lane. `scratch` has two floats for every warp.
+template <int kLanes, int kTurns, typename X>
+__device__ inline Power<X> meet_wide(Power<X> mine, float unit, float* scratch) {
+  constexpr int kNear = kSlots<kTurns>, kWarps = kLanes * kNear / kWarp;  // kNear warps have what meet has in one
+  const int warp = threadIdx.x / kWarp, other = threadIdx.x % kWarps;
+  const float mine_top = warp_max_soon(mine.top);
+  if (threadIdx.x % kWarp == 0) scratch[warp] = mine_top;
+  mine.sum = turn_sum<kTurns>(mine.sum);
+  __syncthreads();
+  auto top_near = [&](int of) {
+    float top = scratch[of / kNear * kNear];
+#pragma unroll
+    for (int w = 1; w < kNear; ++w) top = fmaxf(top, scratch[of / kNear * kNear + w]);
+    return top;
+  };
+  const float sum = spread_sum<kNear>(mine.below(top_near(warp), unit));
+  if (threadIdx.x % kWarp == 0) scratch[kWarps + warp] = sum;
+  __syncthreads();
+  Power<X> met = {top_near(other), lane_sum<kNear>(scratch[kWarps + other])};
+  if constexpr (kWarps > kNear) {
+    const float top = lane_max<kWarps>(met.top);
+    met.sum = met.below(top, unit), met.top = top;
+#pragma unroll
+    for (int step = kNear; step < kWarps; step *= 2) met.sum += __shfl_xor_sync(0xffffffffu, met.sum, step);
   }
   return met;
 }

@@ -116,7 +116,8 @@ def parse_architectures(text: str) -> tuple[str, ...]:
 
 def check_architectures(architectures: Iterable[str]) -> tuple[str, ...]:
     """The architectures, sorted and each once, or a refusal of one that cannot be built."""
-    chosen = tuple(sorted(set(architectures), key=_sort_key))
+    # Every GPU of capability 9.0 runs sm_90a, and one kernel is in that alone.
+    chosen = tuple(sorted({"90a" if a == "90" else a for a in architectures}, key=_sort_key))
     for architecture in chosen:
         if not re.fullmatch(r"(ptx)?\d{2,3}[af]?", architecture) or _sort_key(architecture)[1] < 75:
             raise BuildError(

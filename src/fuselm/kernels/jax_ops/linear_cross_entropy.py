@@ -19,7 +19,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from fuselm.kernels import linear_cross_entropy as contract
-from fuselm.kernels.jax_ops import ABSENT, absent, call, check_are_arrays, info, is_absent, once_differentiable
+from fuselm.kernels.jax_ops import (
+    ABSENT,
+    absent,
+    call,
+    check_are_arrays,
+    info,
+    is_absent,
+    once_differentiable,
+    weight_sum,
+)
 from fuselm.kernels.jax_ops import cross_entropy as rows_loss
 from fuselm.kernels.jax_ops.folding import one_by_one
 
@@ -135,7 +144,7 @@ def _losses(options: _Options) -> Any:
     def losses(hidden: Any, weight: Any, targets: Any, bias: Any) -> tuple[Any, Any]:
         head = _Head(hidden, weight, bias)
 
-        def block(_: None, rows: Any) -> tuple[None, Any]:
+        def block(_: None, rows: Any, last: bool) -> tuple[None, Any]:
             own_hidden, own_targets = rows
             return None, _row_losses(options, head.logits(own_hidden), own_targets)
 
@@ -158,10 +167,10 @@ def _loss_and_gradients(options: _Options) -> Any:
             # 1 / count would push the gradients of fp16 logits below what fp16 holds: its power of two comes last.
             divisor = _mantissa(count) if hidden.dtype == jnp.float16 else count
 
-        def block(sums: Any, rows: Any) -> tuple[Any, Any]:
+        def block(sums: Sums, rows: Any, last: bool) -> tuple[Sums, Any]:
             own_hidden, own_targets = rows
             dlogits, losses = _row_gradients(options, head.logits(own_hidden), own_targets, divisor)
-            return head.added(sums, dlogits, own_hidden), (losses, head.dhidden(dlogits))
+            return head.added(sums, dlogits, own_hidden, last), (losses, head.dhidden(dlogits))
 
         sums, (losses, dhidden) = _over_blocks(block, head.sums(size, options), (head.rows, flat), size)
         loss = _reduced(options, losses, flat, weight.shape[0])
@@ -178,10 +187,10 @@ def _gradients(options: _Options) -> Any:
         head = _Head(hidden, weight, bias)
         size = head.block_rows(options, held=2)  # logits and their gradients
 
-        def block(sums: Any, rows: Any) -> tuple[Any, Any]:
+        def block(sums: Sums, rows: Any, last: bool) -> tuple[Sums, Any]:
             own_hidden, *others = rows
             dlogits = _row_backward(options, head.logits(own_hidden), *others)
-            return head.added(sums, dlogits, own_hidden), head.dhidden(dlogits)
+            return head.added(sums, dlogits, own_hidden, last), head.dhidden(dlogits)
 
         rows = (head.rows, targets.reshape(-1), lse, dloss.reshape(-1))
         sums, dhidden = _over_blocks(block, head.sums(size, options), rows, size)
@@ -216,18 +225,25 @@ def _mantissa(count: Any) -> Any:
 
 
 def _over_blocks(step: Any, carry: Any, arrays: tuple[Any, ...], size: int) -> tuple[Any, Any]:
-    """lax.scan over blocks of `size` rows of the arrays, and one step more for the rows that are left."""
+    """lax.scan over blocks of `size` rows of the arrays, and one step more, told that it is the last."""
     rows = arrays[0].shape[0]
-    whole = rows // size if rows > size else 0
+    before = (rows - 1) // size if rows > size else 0  # blocks that others follow
     parts = []
-    if whole:
-        stacked = tuple(array[: whole * size].reshape(whole, size, *array.shape[1:]) for array in arrays)
-        carry, made = jax.lax.scan(step, carry, stacked)
-        parts.append(jax.tree.map(lambda array: array.reshape(whole * size, *array.shape[2:]), made))
-    if rows > whole * size or not rows:
-        carry, made = step(carry, tuple(array[whole * size :] for array in arrays))
-        parts.append(made)
-    return carry, parts[0] if len(parts) == 1 else jax.tree.map(lambda *some: jnp.concatenate(some), *parts)
+    if before:
+        stacked = tuple(array[: before * size].reshape(before, size, *array.shape[1:]) for array in arrays)
+        carry, made = jax.lax.scan(functools.partial(step, last=False), carry, stacked)
+        parts.append(jax.tree.map(lambda array: array.reshape(before * size, *array.shape[2:]), made))
+    carry, made = step(carry, tuple(array[before * size :] for array in arrays), last=True)
+    parts.append(made)
+    return carry, made if not before else jax.tree.map(lambda *some: jnp.concatenate(some), *parts)
+
+
+class Sums(NamedTuple):
+    """What is added up over blocks; absent where it is not."""
+
+    dweight: Any
+    exponents: Any  # of a dweight that waits as weight_sum.py has it
+    dbias: Any
 
 
 class _Head:
@@ -258,19 +274,24 @@ class _Head:
     def dhidden(self, dlogits: Any) -> Any:
         return _product(dlogits, self.weight, self.rows.dtype)
 
-    def sums(self, size: int, options: _Options) -> tuple[Any, Any]:
-        """Zeros for dweight and dbias; a large 16-bit weight's are added up in its dtype, to take no more memory."""
-        small = self.rows.shape[0] > size and 4 * self.weight.size <= options.max_bytes
-        dweight = jnp.zeros(self.weight.shape, jnp.float32 if small else self.sum_dtype)
-        return dweight, absent() if is_absent(self.bias) else jnp.zeros(self.weight.shape[:1], jnp.float32)
+    def sums(self, size: int, options: _Options) -> Sums:
+        """Zeros for dweight and dbias; a large 16-bit weight's are added up in 16 bits, to take no more memory."""
+        several, small = self.rows.shape[0] > size, 4 * self.weight.size <= options.max_bytes
+        dweight = jnp.zeros(self.weight.shape, jnp.float32 if several and small else self.sum_dtype)
+        waits = several and dweight.dtype == jnp.bfloat16 and weight_sum.serves(self.rows, self.weight)
+        dbias = absent() if is_absent(self.bias) else jnp.zeros(self.weight.shape[:1], jnp.float32)
+        return Sums(dweight, weight_sum.exponents_of(dweight) if waits else absent(), dbias)
 
-    def added(self, sums: tuple[Any, Any], dlogits: Any, rows: Any) -> tuple[Any, Any]:
-        dweight, dbias = sums
-        dweight = (dweight + _product(dlogits.T, rows, jnp.float32)).astype(dweight.dtype)
-        return dweight, dbias if is_absent(dbias) else dbias + jnp.sum(dlogits, 0, dtype=jnp.float32)
+    def added(self, sums: Sums, dlogits: Any, rows: Any, last: bool) -> Sums:
+        dweight, exponents, dbias = sums
+        if is_absent(exponents):
+            dweight = (dweight + _product(dlogits.T, rows, jnp.float32)).astype(dweight.dtype)
+        else:
+            dweight, exponents = weight_sum.added(dweight, exponents, dlogits, rows, last=last)
+        return Sums(dweight, exponents, dbias if is_absent(dbias) else dbias + jnp.sum(dlogits, 0, dtype=jnp.float32))
 
-    def finished(self, sums: tuple[Any, Any]) -> tuple[Any, Any]:
-        return sums[0].astype(self.sum_dtype), sums[1]
+    def finished(self, sums: Sums) -> tuple[Any, Any]:
+        return sums.dweight.astype(self.sum_dtype), sums.dbias
 
 
 def _product(a: Any, b: Any, dtype: Any) -> Any:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from fuselm.kernels import linear_cross_entropy as contract
+from fuselm.kernels.torch_ops import weight_sum
 
 DHIDDEN, DWEIGHT, DBIAS = 1, 2, 4  # mask of gradients
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
@@ -48,16 +49,21 @@ class Blocks:
         rows = len(self.targets)
         self.size = contract.block_rows(rows, vocabulary, held * hidden.element_size(), max_bytes)
         # Rows begin at multiples of 16 bytes, as the loads of tensor cores want it, also where the vocabulary is odd.
-        self.workspace = hidden.new_empty(self.size, math.ceil(vocabulary / 8) * 8)[:, :vocabulary]
+        padded = math.ceil(vocabulary / 8) * 8
+        self.workspace = hidden.new_empty(self.size, padded)[:, :vocabulary]
         self.dhidden = hidden.new_empty(self.hidden.shape) if wanted & DHIDDEN else None
-        self.dweight = self.dbias = None
+        self.dweight = self.dbias = self.exponents = None
         self.dweight_dtype = sum_dtype(hidden, weight)
         if wanted & DWEIGHT:
             # Blocks are best added up in fp32, and so is one alone: cuBLAS may add up parts of a 16-bit product in 16
-            # bits. Of a large 16-bit weight that would take more memory than the logits may: there each block's sum is
-            # rounded to the gradient's own dtype, as in a step of several micro-batches.
+            # bits. Of a large 16-bit weight that would take more memory than the logits may: its sum waits in 16 bits,
+            # with exponents of its own where there is a kernel for it. Elsewhere each block's sum is rounded to the
+            # gradient's dtype, as in a step of several micro-batches.
             dtype = torch.float32 if 4 * weight.numel() <= max_bytes else self.dweight_dtype
             self.dweight = weight.new_empty(weight.shape, dtype=dtype) if rows else weight.new_zeros(weight.shape)
+            row_elements = padded if held == 1 else vocabulary  # gradients beside the logits follow one another
+            if dtype == torch.bfloat16 and rows > self.size and weight_sum.serves(hidden, weight, row_elements):
+                self.exponents = weight_sum.exponents_of(self.dweight)
         if wanted & DBIAS:
             self.dbias = weight.new_zeros(vocabulary, dtype=torch.float32)
 
@@ -76,7 +82,10 @@ class Blocks:
         """Carry the gradients of a block's logits on."""
         if self.dhidden is not None:
             _multiply(dlogits, self.weight, self.dhidden[block])
-        if self.dweight is not None:
+        if self.dweight is not None and self.exponents is not None:
+            ends = {"first": block.start == 0, "last": block.stop == len(self.targets)}
+            weight_sum.add(self.dweight, self.exponents, dlogits, self.hidden[block], **ends)
+        elif self.dweight is not None:
             _multiply(dlogits.t(), self.hidden[block], self.dweight, self.dweight if block.start else None)
         if self.dbias is not None:
             self.dbias += dlogits.sum(0, dtype=torch.float32)

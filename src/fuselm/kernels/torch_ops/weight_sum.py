@@ -1,0 +1,86 @@
+"""A head's weight gradient, summed over blocks of rows in 16 bits: the raw op of linear_cross_entropy_dweight.cu.
+
+While there is more to come the sum waits in dweight's own memory as fp16, where 64 numbers of a row (in each 256
+columns those whose number modulo 8 is 0 or 1, or 2 or 3, and so on) share a power of two, a byte in `exponents`. The
+last block leaves bf16. Knows this format and nothing of losses or blocks.
+
+    exponents = exponents_of(dweight)
+    add(dweight, exponents, dlogits, rows, first=True, last=False)      # dweight = dlogits.T @ rows, in that format
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fuselm.kernels.linear_cross_entropy import (
+    EXPONENTS_OF_WORD,
+    LEAST_EXPONENT,
+    MOST_EXPONENT,
+    TILE_COLUMNS,
+    TOP_EXPONENT,
+    tiles_across,
+)
+from fuselm.kernels.torch_ops import cuda_state, register
+
+HOPPER = (9, 0)
+
+
+def serves(hidden: Tensor, weight: Tensor, row_elements: int) -> bool:
+    """Whether a sum over blocks of these can be taken so, where rows of logits begin every `row_elements`."""
+    if not hidden.dtype == weight.dtype == torch.bfloat16 or weight.shape[1] % 8 or row_elements % 8:
+        return False
+    if hidden.is_cuda:
+        return cuda_state() == "fused" and torch.cuda.get_device_capability(hidden.device) == HOPPER
+    return hidden.is_cpu
+
+
+def exponents_of(dweight: Tensor) -> Tensor:
+    """Room for the exponents of a sum: four bytes for each word and tile of 256 columns."""
+    vocabulary, width = dweight.shape
+    return dweight.new_empty(tiles_across(width), vocabulary, dtype=torch.int32)
+
+
+def add(dweight: Tensor, exponents: Tensor, dlogits: Tensor, rows: Tensor, *, first: bool, last: bool) -> None:
+    """Add dlogits [M, V] transposed times rows [M, D] to what is in dweight [V, D], or with `first` to nothing."""
+    _dweight(dlogits, rows, dweight, exponents, first, last, 0)
+
+
+def _plain_dweight(
+    dlogits: Tensor, hidden: Tensor, dweight: Tensor, exponents: Tensor, first: bool, last: bool, outputs: int
+) -> None:
+    total = dlogits.t().float() @ hidden.float()  # [V, D]
+    halves = dweight.view(torch.float16)
+    stored = exponents.view(torch.int8).view(len(exponents), -1, EXPONENTS_OF_WORD).transpose(0, 1)  # [V, tiles, 4]
+    if not first:
+        total += torch.ldexp(halves.float(), _by_column(stored, total) - TOP_EXPONENT)
+    if last:
+        dweight.copy_(total)
+        return
+    finite = total.abs().nan_to_num(nan=0.0, posinf=torch.finfo(torch.float32).max)
+    padded = F.pad(finite, (0, len(exponents) * TILE_COLUMNS - total.shape[1]))
+    largest = padded.view(len(total), len(exponents), -1, EXPONENTS_OF_WORD, 2).amax((2, 4))  # [V, tiles, 4]
+    exponent = (torch.frexp(largest).exponent - 1).masked_fill(largest == 0, LEAST_EXPONENT)
+    stored.copy_(exponent.clamp(LEAST_EXPONENT, MOST_EXPONENT))
+    halves.copy_(torch.ldexp(total, TOP_EXPONENT - _by_column(stored, total)))
+
+
+def _by_column(stored: Tensor, like: Tensor) -> Tensor:
+    """The exponent of each element of [V, D]."""
+    column = torch.arange(like.shape[1], device=like.device)
+    return stored[:, column // TILE_COLUMNS, column % 8 // 2].int()
+
+
+def _fake_dweight(
+    dlogits: Tensor, hidden: Tensor, dweight: Tensor, exponents: Tensor, first: bool, last: bool, outputs: int
+) -> None:
+    return None
+
+
+_dweight = register(
+    "linear_cross_entropy_dweight(Tensor dlogits, Tensor hidden, Tensor(a!) dweight, Tensor(b!) exponents,"
+    " bool first, bool last, int outputs) -> ()",
+    _plain_dweight,
+    _fake_dweight,
+)
