@@ -213,8 +213,8 @@ class Timer:
     def _cold_samples(self, launch: Call, spin: bool) -> list[float]:
         """Repeats, each after L2 was overwritten. Enqueued together: the flush hides the launch that follows it."""
         probe = statistics.median(self._event_samples(launch, 3, before=lambda: self._overwrite_l2(spin)))
-        # The flush takes about as long as writing its bytes twice at 3 TB/s; it counts towards the time that is spent.
-        flush_us = 2 * self._flush.nbytes / 3e6 + (1000 if spin else 0)
+        # The flush takes about as long as writing its bytes three times at 3 TB/s; it counts towards the time that is spent.
+        flush_us = 3 * self._flush.nbytes / 3e6 + (1000 if spin else 0)
         repeats = _clamp(GPU_SECONDS * 1e6 / (probe + flush_us), GPU_REPEATS)
         return self._event_samples(launch, repeats, before=lambda: self._overwrite_l2(spin))
 

@@ -151,7 +151,7 @@ int64_t workspace_of(int64_t (*bytes)(const TensorView&, fuselm::Stream), int32_
 
 FUSELM_OP(rms_norm_forward, nullptr)
 FUSELM_OP(rms_norm_backward, fuselm::rms_norm_backward_workspace)
-FUSELM_OP(layer_norm_forward, nullptr)
+FUSELM_OP(layer_norm_forward, fuselm::layer_norm_forward_workspace)
 FUSELM_OP(layer_norm_backward, fuselm::layer_norm_backward_workspace)
 FUSELM_OP(softmax_forward, nullptr)
 FUSELM_OP(softmax_backward, nullptr)

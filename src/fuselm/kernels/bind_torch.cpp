@@ -227,7 +227,7 @@ void boxed(StableIValue* stack, uint64_t num_arguments, uint64_t) {
 STABLE_TORCH_LIBRARY_IMPL(fuselm, CUDA, m) {
   FUSELM_OP(rms_norm_forward, nullptr);
   FUSELM_OP(rms_norm_backward, fuselm::rms_norm_backward_workspace);
-  FUSELM_OP(layer_norm_forward, nullptr);
+  FUSELM_OP(layer_norm_forward, fuselm::layer_norm_forward_workspace);
   FUSELM_OP(layer_norm_backward, fuselm::layer_norm_backward_workspace);
   FUSELM_OP(softmax_forward, nullptr);
   FUSELM_OP(softmax_backward, nullptr);

@@ -80,7 +80,8 @@ FUSELM_EXPORT int64_t rms_norm_backward_workspace(const TensorView& dy, Stream s
 FUSELM_EXPORT Status layer_norm_forward(const Input& x, const OptionalInput& weight, const OptionalInput& bias,
                                         const OptionalInput& residual, double eps, const Like<0>& y,
                                         const Like<3>& residual_out, const RowStat<0>& mean, const RowStat<0>& rstd,
-                                        Stream stream);
+                                        Workspace workspace, Stream stream);
+FUSELM_EXPORT int64_t layer_norm_forward_workspace(const TensorView& x, Stream stream);
 FUSELM_EXPORT Status layer_norm_backward(const Input& dy, const Input& h, const Input& mean, const Input& rstd,
                                          const OptionalInput& weight, const OptionalInput& bias,
                                          const OptionalInput& dresidual_out, const Like<0>& dx,

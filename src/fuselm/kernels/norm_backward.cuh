@@ -130,15 +130,18 @@ struct Sums {
   static constexpr int kCount = kCentred ? 2 : 1;
   float value[kCount] = {};
 
-  // `mean` is 0 where it is late.
+  // `mean` is 0 where it is late. A vector's own sums first, then added: whether a lane has one vector or several.
   template <int N>
   __device__ void add(const float (&dy)[N], const float (&h)[N], const float (&weight)[N], float mean) {
+    float own[kCount] = {};
 #pragma unroll
     for (int i = 0; i < N; ++i) {
       const float g = __fmul_rn(dy[i], weight[i]);
-      value[0] = fmaf(g, kCentred ? h[i] - mean : h[i], value[0]);
-      if constexpr (kCentred) value[1] += g;
+      own[0] = fmaf(g, kCentred ? h[i] - mean : h[i], own[0]);
+      if constexpr (kCentred) own[1] += g;
     }
+#pragma unroll
+    for (int k = 0; k < kCount; ++k) value[k] += own[k];
   }
 };
 
@@ -220,10 +223,11 @@ __device__ inline void store_partial(const BackwardArgs& a, float* out, int grou
 }
 
 // Writes the N sums of a lane's vector `at`, of `vectors`; those of vector 0 belong at `to`. Memory takes 32 bytes at a
-// time and a thread gives 16: of 8 sums neighbours exchange a half, so that both give theirs to the same 32 bytes.
-template <int N>
+// time and a thread gives 16: on the way there (not to shared memory) neighbours exchange halves of their 8 sums, so
+// that both give theirs to the same 32 bytes.
+template <bool kToMemory, int N>
 __device__ inline void store_sums(float* to, int at, int vectors, const float (&sums)[N]) {
-  if constexpr (N == 8) {
+  if constexpr (kToMemory && N == 8) {
     const bool odd = at & 1;
     float first[4], second[4];  // of the even neighbour's vector, of the odd one's
 #pragma unroll
@@ -247,7 +251,9 @@ __device__ inline void leave(const BackwardArgs& a, float* partial, int64_t row,
   float* const out = partial + row * a.partial_stride + column;
   store_partial<C>(a, out, group, static_cast<float*>(shared), [&](float* to) {
 #pragma unroll
-    for (int v = 0; v < C::kVecs; ++v) store_sums(to, lane + v * C::kLanes, vectors, sums[v]);
+    for (int v = 0; v < C::kVecs; ++v) {
+      store_sums<C::kGroups == 1>(to, lane + v * C::kLanes, vectors, sums[v]);
+    }
   });
 }
 

@@ -77,6 +77,8 @@ struct ForwardArgs {
   char* residual_out;
   DType weight_dtype, bias_dtype;
   int bundle;  // rows a block takes where they are bundles
+  int rounds;  // of rows that blocks that stay take by their number; then by the counter, if there is one
+  unsigned long long* counter;
   Rows x_rows, residual_rows, weight_rows, bias_rows;
 
   __device__ const char* x_row(int64_t row) const { return likely(one_stride) ? x + row * x_stride : x_rows.row(row); }
@@ -254,11 +256,20 @@ __global__ void __launch_bounds__(C::kThreads, (kForwardBlocks<C, kResidual>))
   }
 }
 
-// Many rows of 16 bits in two parts, with the usual arguments: a block stays, and takes both parts of every
-// gridDim.x-th row. Rows come to shared memory ahead of use and leave it behind it, y in x's place. The weights stay in
+// Many rows of 16 bits in two parts, with the usual arguments: a block stays, and takes both parts of a row after
+// another. Rows come to shared memory ahead of use and leave it behind it, y in x's place. The weights stay in
 // registers: they are as many bytes as a row, and blocks that come and go ask L2 for them as often.
+//
+// Memory serves some multiprocessors better than others: of 31 rows each the first had theirs after 102 us, the last
+// after 131. So only the first rounds are shared out beforehand, every gridDim.x-th row a block. From then on each
+// takes the next row there is, by a counter that the first block has set. What the memory held before cannot do harm: a
+// row that is taken twice is written twice the same, and those that count are left to whoever asks after the counter
+// was set, the first block at the latest.
 using Stay = Config<256, 8, 512, 1>;
 constexpr int kStayStages = 3;
+constexpr int kStayRounds = 8;  // are worth staying for
+constexpr int64_t kCounterBytes = sizeof(unsigned long long);
+constexpr int kStayShare = 25;  // per cent of the rounds that are shared out beforehand
 
 template <typename X>
 __global__ void __launch_bounds__(Stay::kThreads, Stay::kBlocks)
@@ -268,20 +279,30 @@ __global__ void __launch_bounds__(Stay::kThreads, Stay::kBlocks)
   constexpr int N = kVec<X>, kWarps = C::kThreads / kWarp;
   extern __shared__ __align__(128) uint4 stage_bytes[];
   __shared__ uint64_t arrived[kStayStages];
+  __shared__ int64_t row_of[kStayStages];
   __shared__ float scratch[3][kWarps];
   const int vectors = a.width / N;
   const int lane = threadIdx.x % C::kLanes;
   const int skip = static_cast<int>(threadIdx.x) / C::kLanes * a.parts.vectors;
   const int count = min(a.parts.vectors, vectors - skip);
   auto stage_at = [&](int s) { return stage_bytes + s * vectors; };
-  auto fetch = [&](int64_t row, int s) {
-    if (threadIdx.x > 0 || row >= a.rows) return;
-    expect_bytes(&arrived[s], vectors * 16);
-    copy_bulk(stage_at(s), a.x_row(row), vectors * 16, &arrived[s], read_policy(a.large));
+  int round = 0;
+  auto next_row = [&]() -> int64_t {
+    if (round < a.rounds) return blockIdx.x + static_cast<int64_t>(round++) * gridDim.x;
+    return a.counter != nullptr ? static_cast<int64_t>(atomicAdd(a.counter, 1ull)) : a.rows;
+  };
+  auto fetch = [&](int64_t row, int s) {  // by the first thread; rows past the end are news too
+    row_of[s] = row;
+    const uint32_t bytes = row < a.rows ? vectors * 16 : 0;
+    expect_bytes(&arrived[s], bytes);
+    if (bytes > 0) copy_bulk(stage_at(s), a.x_row(row), bytes, &arrived[s], read_policy(a.large));
   };
   if (threadIdx.x < kStayStages) init_barrier(&arrived[threadIdx.x]);
   __syncthreads();  // nobody asks a barrier before it is there
-  fetch(blockIdx.x, 0);
+  if (threadIdx.x == 0) {
+    if (blockIdx.x == 0 && a.counter != nullptr) atomicExch(a.counter, static_cast<uint64_t>(a.rounds) * gridDim.x);
+    fetch(next_row(), 0);
+  }
   Usual<true> usual[C::kVecs];
 #pragma unroll
   for (int v = 0; v < C::kVecs; ++v) {
@@ -290,8 +311,7 @@ __global__ void __launch_bounds__(Stay::kThreads, Stay::kBlocks)
   // The other rows are asked for after the weights: else the first would wait for them all, a microsecond longer.
 #pragma unroll
   for (int v = 0; v < C::kVecs; ++v) usual[v].forget();
-#pragma unroll
-  for (int s = 1; s < kStayStages; ++s) fetch(blockIdx.x + s * static_cast<int64_t>(gridDim.x), s);
+  for (int s = 1; threadIdx.x == 0 && s < kStayStages; ++s) fetch(next_row(), s);
   // The sum of each part's lanes, in the order of row_sum.
   auto sums_of = [&](const float* between, float (&of)[2]) {
     const float mine = lane_sum<kWarps / 2>(between[threadIdx.x % kWarps]);
@@ -304,8 +324,11 @@ __global__ void __launch_bounds__(Stay::kThreads, Stay::kBlocks)
   const float shares[2] = {inverse(counts[0]), inverse(counts[1])};
 
   int s = 0, parity = 0;
-  for (int64_t row = blockIdx.x; row < a.rows; row += gridDim.x) {
+  for (bool first = true;; first = false) {
     wait_for_bytes(&arrived[s], parity);
+    const int64_t row = row_of[s];
+    if (row >= a.rows) break;
+    const int64_t later = threadIdx.x == 0 && !first ? next_row() : 0;  // is known by the time it is fetched
     uint4* const stage = stage_at(s) + skip;
     auto vector = [&](int v) {
       const int i = lane + v * C::kLanes;
@@ -374,9 +397,9 @@ __global__ void __launch_bounds__(Stay::kThreads, Stay::kBlocks)
     __syncthreads();
     if (threadIdx.x == 0) {
       store_bulk(a.y + row * vectors * 16, stage_at(s), vectors * 16);
-      if (row >= gridDim.x) {  // the row before this one has left its stage
+      if (!first) {  // the row before this one has left its stage
         wait_for_stores<1>();
-        fetch(row + (kStayStages - 1) * static_cast<int64_t>(gridDim.x), s == 0 ? kStayStages - 1 : s - 1);
+        fetch(later, s == 0 ? kStayStages - 1 : s - 1);
       }
     }
     if (++s == kStayStages) s = 0, parity ^= 1;
@@ -586,11 +609,13 @@ struct Forward {
   }
 
   template <typename X>
-  static bool launch_stay(const ForwardArgs& a, const DeviceFacts& facts, int device, cudaStream_t stream) {
+  static bool launch_stay(ForwardArgs& a, const DeviceFacts& facts, int device, cudaStream_t stream) {
     static std::atomic<bool> allowed[kMaxDevices];
     const int64_t bytes = kStayStages * a.width * static_cast<int64_t>(sizeof(X));
     if (facts.capability < 90 || !allow_shared(layer_norm_stay_kernel<X>, device, bytes, allowed)) return false;
     const unsigned blocks = static_cast<unsigned>(facts.multiprocessors);
+    const int64_t share = a.counter == nullptr ? divide_up(a.rows, blocks) : a.rows / blocks * kStayShare / 100;
+    a.rounds = static_cast<int>(share);
     layer_norm_stay_kernel<X><<<blocks, Stay::kThreads, static_cast<size_t>(bytes), stream>>>(a);
     return true;
   }
@@ -627,7 +652,8 @@ struct Forward {
     }
     if (ForwardConfigs<kCentred>::pick(count, held)) return status;
     if constexpr (kCentred && sizeof(X) == 2 && !kResidual && kUsual) {
-      if (a.parts.count == 2 && a.rows >= 8 * facts.multiprocessors && launch_stay<X>(a, facts, device, stream)) {
+      if (a.parts.count == 2 && a.rows >= kStayRounds * facts.multiprocessors &&
+          launch_stay<X>(a, facts, device, stream)) {
         return launch_status();
       }
     }
@@ -662,9 +688,18 @@ struct Forward {
     return launch_status();
   }
 
+  // For the counter of blocks that stay. Of the sizes alone: what a tensor is made of, and so how many vectors its rows
+  // have, is not always known where memory is asked for.
+  static int64_t workspace(const TensorView& x) {
+    if (x.rank < 1 || x.rank > kMaxRank) return 0;
+    constexpr int kHeld = Stay::kThreads * Stay::kVecs * kVec<bf16>;
+    const int64_t width = x.sizes[x.rank - 1];
+    return kCentred && width > kHeld / 2 && width <= kHeld && count_rows(x) >= kStayRounds ? kCounterBytes : 0;
+  }
+
   static Status run(const TensorView& x, const TensorView& weight, const TensorView& bias, const TensorView& residual,
                     double eps, double offset, bool round_first, const TensorView& y, const TensorView& residual_out,
-                    const TensorView& mean, const TensorView& rstd, Stream stream) {
+                    const TensorView& mean, const TensorView& rstd, Workspace workspace, Stream stream) {
     Status status = check_tensors(x, weight, residual);
     if (status == Status::kOk) status = check_tensors(x, bias, residual);
     if (status != Status::kOk) return status;
@@ -692,6 +727,7 @@ struct Forward {
       if (!whole) with_part<X>(width, [&](auto config) { a.parts = Parts::of<X, decltype(config)>(width); });
       a.eps = static_cast<float>(eps), a.offset = exact_offset(offset);
       a.weight_dtype = weight.dtype, a.bias_dtype = bias.dtype, a.round_first = round_first;
+      if (workspace.bytes >= kCounterBytes) a.counter = static_cast<unsigned long long*>(workspace.data);
       return launch_rows<X>(a, guard.device(), cuda_stream(stream));
     });
   }

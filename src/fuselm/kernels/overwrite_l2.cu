@@ -23,7 +23,8 @@ __global__ void __launch_bounds__(kThreads) overwrite_kernel(uint4* buffer, int6
   }
 }
 
-// And then takes the mark off again, so that the next kernel finds an L2 full of ordinary lines.
+// And then takes the mark off again; ordinary zeros over it leave an L2 full of ordinary lines. (Without those a copy
+// of 512 MiB took 136 us instead of 130, and short calls up to half as long again.)
 __global__ void __launch_bounds__(kThreads) unmark_kernel(char* buffer, int64_t lines) {
 #if __CUDA_ARCH__ >= 800
   const int64_t step = static_cast<int64_t>(gridDim.x) * kThreads;
@@ -46,6 +47,9 @@ Status overwrite_l2(const InOut& buffer, Stream stream) {
   const unsigned blocks = static_cast<unsigned>(device_facts(guard.device()).multiprocessors * kBlocksOfMultiprocessor);
   overwrite_kernel<<<blocks, kThreads, 0, cuda_stream(stream)>>>(static_cast<uint4*>(buffer.data), bytes / 16);
   unmark_kernel<<<blocks, kThreads, 0, cuda_stream(stream)>>>(static_cast<char*>(buffer.data), bytes / kLine);
+  if (cudaMemsetAsync(buffer.data, 0, static_cast<size_t>(bytes), cuda_stream(stream)) != cudaSuccess) {
+    return Status::kCudaError;
+  }
   return launch_status();
 }
 

@@ -7,7 +7,7 @@ namespace fuselm {
 Status rms_norm_forward(const Input& x, const OptionalInput& weight, const OptionalInput& residual, double eps,
                         double offset, bool round_first, const Like<0>& y, const Like<2>& residual_out,
                         const RowStat<0>& rstd, Stream stream) {
-  return norm::Forward<false>::run(x, weight, {}, residual, eps, offset, round_first, y, residual_out, {}, rstd,
+  return norm::Forward<false>::run(x, weight, {}, residual, eps, offset, round_first, y, residual_out, {}, rstd, {},
                                    stream);
 }
 

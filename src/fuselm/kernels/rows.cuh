@@ -659,10 +659,19 @@ __global__ void __launch_bounds__(kThreads) column_sums_kernel(const __grid_cons
   wait_for_previous_kernel();
   float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
   if (column < width) {
-#pragma unroll kAtOnce
-    for (int64_t r = warp * kRows + lane / kQuads; r < partial_rows; r += kWarps * kRows) {
-      const float4 row = *reinterpret_cast<const float4*>(partial + r * stride + column);
-      sum.x += row.x, sum.y += row.y, sum.z += row.z, sum.w += row.w;
+    constexpr int kStep = kWarps * kRows;
+#pragma unroll 1
+    for (int64_t r = warp * kRows + lane / kQuads; r < partial_rows; r += kAtOnce * kStep) {
+      float4 row[kAtOnce];
+#pragma unroll
+      for (int k = 0; k < kAtOnce; ++k) {  // all of them are asked for before the first is needed
+        row[k] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        if (r + k * kStep < partial_rows) {
+          row[k] = *reinterpret_cast<const float4*>(partial + (r + k * kStep) * stride + column);
+        }
+      }
+#pragma unroll
+      for (const float4& one : row) sum.x += one.x, sum.y += one.y, sum.z += one.z, sum.w += one.w;
     }
   }
 #pragma unroll
@@ -702,8 +711,8 @@ inline Status column_sums(const float* const (&partial)[2], int64_t partial_rows
     return launch(kernel, grid, threads, 0, programmatic, stream, sums, partial_rows, stride, width);
   };
   if (width <= 2048) return with_quads(column_sums_kernel<4, 512, 4>, 4, 512);
-  return width <= 8192 ? with_quads(column_sums_kernel<8, 256, 8>, 8, 256)
-                       : with_quads(column_sums_kernel<16, 256, 8>, 16, 256);
+  return width <= 8192 ? with_quads(column_sums_kernel<8, 256, 4>, 8, 256)
+                       : with_quads(column_sums_kernel<16, 256, 4>, 16, 256);
 }
 
 }  // namespace fuselm
