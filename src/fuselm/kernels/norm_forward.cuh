@@ -76,8 +76,8 @@ struct ForwardArgs {
   int64_t residual_stride;
   char* residual_out;
   DType weight_dtype, bias_dtype;
-  int bundle;  // rows a block takes where they are bundles
-  int rounds;  // of rows that blocks that stay take by their number; then by the counter, if there is one
+  int bundle;      // rows a block takes where they are bundles
+  int64_t rounds;  // of rows that blocks that stay take by their number; then by the counter, if there is one
   unsigned long long* counter;
   Rows x_rows, residual_rows, weight_rows, bias_rows;
 
@@ -267,9 +267,9 @@ __global__ void __launch_bounds__(C::kThreads, (kForwardBlocks<C, kResidual>))
 // was set, the first block at the latest.
 using Stay = Config<256, 8, 512, 1>;
 constexpr int kStayStages = 3;
-constexpr int kStayRounds = 8;  // are worth staying for
+constexpr int64_t kStayRounds = 8;  // are worth staying for
+constexpr int64_t kSharedOut = 8;   // rounds at most that are shared out beforehand: by then the counter is set
 constexpr int64_t kCounterBytes = sizeof(unsigned long long);
-constexpr int kStayShare = 25;  // per cent of the rounds that are shared out beforehand
 
 template <typename X>
 __global__ void __launch_bounds__(Stay::kThreads, Stay::kBlocks)
@@ -286,10 +286,13 @@ __global__ void __launch_bounds__(Stay::kThreads, Stay::kBlocks)
   const int skip = static_cast<int>(threadIdx.x) / C::kLanes * a.parts.vectors;
   const int count = min(a.parts.vectors, vectors - skip);
   auto stage_at = [&](int s) { return stage_bytes + s * vectors; };
-  int round = 0;
+  int64_t round = 0;
+  bool more = a.counter != nullptr;
   auto next_row = [&]() -> int64_t {
-    if (round < a.rounds) return blockIdx.x + static_cast<int64_t>(round++) * gridDim.x;
-    return a.counter != nullptr ? static_cast<int64_t>(atomicAdd(a.counter, 1ull)) : a.rows;
+    if (round < a.rounds) return blockIdx.x + round++ * gridDim.x;
+    const uint64_t end = static_cast<uint64_t>(a.rows), drawn = more ? atomicAdd(a.counter, 1ull) : end;
+    more = drawn < end;  // who has drawn no row stops there, and so must not draw another
+    return static_cast<int64_t>(more ? drawn : end);
   };
   auto fetch = [&](int64_t row, int s) {  // by the first thread; rows past the end are news too
     row_of[s] = row;
@@ -614,8 +617,7 @@ struct Forward {
     const int64_t bytes = kStayStages * a.width * static_cast<int64_t>(sizeof(X));
     if (facts.capability < 90 || !allow_shared(layer_norm_stay_kernel<X>, device, bytes, allowed)) return false;
     const unsigned blocks = static_cast<unsigned>(facts.multiprocessors);
-    const int64_t share = a.counter == nullptr ? divide_up(a.rows, blocks) : a.rows / blocks * kStayShare / 100;
-    a.rounds = static_cast<int>(share);
+    a.rounds = a.counter == nullptr ? divide_up(a.rows, blocks) : at_most(a.rows / blocks / 2, kSharedOut);
     layer_norm_stay_kernel<X><<<blocks, Stay::kThreads, static_cast<size_t>(bytes), stream>>>(a);
     return true;
   }
