@@ -28,7 +28,7 @@ from fuselm.bench.l2 import empty_l2, l2_buffer
 Call = Callable[[], Any]
 
 # How long the repeats of one figure may take together, and how many there are at least and at most.
-GPU_SECONDS, GPU_REPEATS = 0.15, (10, 200)
+GPU_SECONDS, GPU_REPEATS = 0.15, (10, 120)
 CPU_SECONDS, CPU_REPEATS = 0.05, (3, 100)
 # About a millisecond of spinning: the host enqueues a call that is not a graph while the GPU is busy with this.
 SPIN_CYCLES = 2_000_000
@@ -213,7 +213,7 @@ class Timer:
     def _cold_samples(self, launch: Call, spin: bool) -> list[float]:
         """Repeats, each after L2 was overwritten. Enqueued together: the flush hides the launch that follows it."""
         probe = statistics.median(self._event_samples(launch, 3, before=lambda: self._overwrite_l2(spin)))
-        # The flush takes about as long as writing its bytes three times at 3 TB/s; it counts towards the time that is spent.
+        # The flush takes about as long as writing its bytes three times at 3 TB/s, and counts towards the time spent.
         flush_us = 3 * self._flush.nbytes / 3e6 + (1000 if spin else 0)
         repeats = _clamp(GPU_SECONDS * 1e6 / (probe + flush_us), GPU_REPEATS)
         return self._event_samples(launch, repeats, before=lambda: self._overwrite_l2(spin))

@@ -1,4 +1,4 @@
-// The JAX binding: an XLA FFI handler, symbol fuselm_<launcher>, for every launcher of fuselm.h.
+// The JAX binding: an XLA FFI handler, symbol fuselm_<launcher>, for every launcher of fuselm.h that is part of an op.
 //
 // Knows XLA's FFI headers and no op. What a handler takes is read off its launcher's signature: buffers for the inputs
 // and outputs in order, and one attribute, `scalars`, an array of doubles with the scalars in order. An absent tensor

@@ -2,8 +2,8 @@
 // (y = (h - mean(h)) / std(h) * weight + bias), h = x or x + residual. Contracts: rms_norm.py, layer_norm.py;
 // launchers: rms_norm.cu, layer_norm.cu; backward: norm_backward.cuh.
 //
-// Traffic. x is read once and y written once: the row waits in registers for its own sum. No atomics: results are
-// bitwise repeatable, and a row's result does not depend on the other rows.
+// Traffic. x is read once and y written once: the row waits in registers for its own sum. No sum is made by
+// atomics: results are bitwise repeatable, and a row's result does not depend on the other rows.
 //
 // Threads. `kLanes` threads own a row, up to kVecs vectors of 16 bytes each; narrow rows share a block. How many lanes,
 // and so the order of a row's sum, follows from the width alone. A row too wide for one block is shared by a cluster of
@@ -268,7 +268,7 @@ __global__ void __launch_bounds__(C::kThreads, (kForwardBlocks<C, kResidual>))
 using Stay = Config<256, 8, 512, 1>;
 constexpr int kStayStages = 3;
 constexpr int64_t kStayRounds = 8;  // are worth staying for
-constexpr int64_t kSharedOut = 8;   // rounds at most that are shared out beforehand: by then the counter is set
+constexpr int64_t kSharedOut = 8;   // rounds at most that are shared out beforehand; the counter should be set by then
 constexpr int64_t kCounterBytes = sizeof(unsigned long long);
 
 template <typename X>

@@ -75,7 +75,8 @@ __device__ inline float quotient(float sum, float count, float inverse_count) {
 
 // Floats in which the lanes of a row meet for up to three numbers.
 template <typename C>
-constexpr int kScratch = 3 * (((C::kKind == Kind::kWide ? C::kThreads : C::kLanes) + kWarp - 1) / kWarp);
+constexpr int kScratch =
+    3 * (C::kKind == Kind::kWide ? kWideScratch<C::kLanes, C::kVecs> : (C::kLanes + kWarp - 1) / kWarp);
 
 // What is gathered of a row, or of a part of one, by all its lanes together. `each` calls a function with each N
 // elements of the lane in turn and how many of them are the row's (kWhole: all or none), the others being 0; `count` is

@@ -32,12 +32,8 @@ struct Place {
   int64_t row;
 
   __device__ Place(const Parts& parts, int64_t rows, int width) {
-    if constexpr (C::kKind == Kind::kWide) {
-      constexpr int kSlots = fuselm::kSlots<C::kVecs>;
-      group = 0, lane = threadIdx.x / kSlots + threadIdx.x % kSlots * C::kLanes;
-    } else {
-      group = threadIdx.x / C::kLanes, lane = threadIdx.x % C::kLanes;
-    }
+    group = C::kKind == Kind::kWide ? 0 : threadIdx.x / C::kLanes;
+    lane = C::kKind == Kind::kWide ? wide_vector<C::kLanes, C::kVecs>() : threadIdx.x % C::kLanes;
     rank = kParted ? static_cast<int>(blockIdx.x) % parts.count : 0;
     row = kParted ? blockIdx.x / parts.count : static_cast<int64_t>(blockIdx.x) * C::kGroups + group;
     skip = kParted ? rank * parts.vectors : 0;

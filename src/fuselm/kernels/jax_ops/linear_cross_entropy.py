@@ -2,7 +2,7 @@
 
 The contract is kernels/linear_cross_entropy.py. A block's logits are a jnp matmul; on CUDA cross_entropy.cu turns them
 into losses and gradients in place. For "mean" and "sum" forward makes all gradients, for an incoming gradient of 1,
-which backward then applies; XLA drops those that nobody asks for. Matmuls being XLA's, results are as exact as
+which backward then applies; XLA drops those that nobody asks for. Most matmuls being XLA's, results are as exact as
 PyTorch's and not the same to the bit. vmap runs one member after another: no more logits are held than without it.
 
     loss = linear_cross_entropy(hidden, head_weight, targets)      # [..., D], [V, D], [...] -> ()

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from fuselm.kernels.jax_ops import call
+from fuselm.kernels.jax_ops import call, native_library
 from fuselm.kernels.linear_cross_entropy import (
     EXPONENTS_OF_WORD,
     LEAST_EXPONENT,
@@ -26,9 +26,10 @@ HOPPER = "9.0"
 
 def serves(hidden: Any, weight: Any) -> bool:
     """Whether a sum over blocks of these can be taken so."""
-    bf16 = hidden.dtype == weight.dtype == jnp.bfloat16
-    gpus = (device for device in jax.devices() if device.platform == "gpu")
-    return bf16 and not any(size % 8 for size in weight.shape) and all(g.compute_capability == HOPPER for g in gpus)
+    if not hidden.dtype == weight.dtype == jnp.bfloat16 or any(size % 8 for size in weight.shape):
+        return False
+    gpus = [device for device in jax.devices() if device.platform == "gpu"]
+    return not gpus or (native_library() is not None and all(g.compute_capability == HOPPER for g in gpus))
 
 
 def exponents_of(dweight: Any) -> Any:

@@ -65,6 +65,11 @@ def linear_cross_entropy(
             return rows_loss.loss_now(
                 logits, targets, (ignore_index, label_smoothing, z_loss, softcap or 0.0), reduction
             )
+    except NotImplementedError:
+        if hidden.is_cuda and load_cuda():  # this was the first CUDA tensor: now there is an implementation
+            more: dict[str, Any] = {"z_loss": z_loss, "softcap": softcap, "reduction": reduction}
+            more |= {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
+            return linear_cross_entropy(hidden, weight, targets, bias, **more)
     except (RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError, OverflowError):
         pass  # the checks below have the words
     contract.check_options(*options)
