@@ -19,6 +19,7 @@ from torch import Tensor
 from fuselm.kernels import linear_cross_entropy as contract
 from fuselm.kernels.torch_ops import (
     check_are_tensors,
+    cuda_state,
     info,
     is_transformed,
     load_cuda,
@@ -59,17 +60,14 @@ def linear_cross_entropy(
     try:
         usual = max_bytes is None and type(label_smoothing) is type(z_loss) is float and not compiling
         if usual and _is_plain(hidden, weight, targets, bias):
+            if not cuda_state() and hidden.is_cuda:
+                load_cuda()  # else the first loss would be another path's
             if softcap is not None or ignore_index != -100:  # what a launcher could not tell from what is allowed
                 contract.check_options(*options)
             logits = F.linear(hidden, weight, bias)
             return rows_loss.loss_now(
                 logits, targets, (ignore_index, label_smoothing, z_loss, softcap or 0.0), reduction
             )
-    except NotImplementedError:
-        if hidden.is_cuda and load_cuda():  # this was the first CUDA tensor: now there is an implementation
-            more: dict[str, Any] = {"z_loss": z_loss, "softcap": softcap, "reduction": reduction}
-            more |= {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
-            return linear_cross_entropy(hidden, weight, targets, bias, **more)
     except (RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError, OverflowError):
         pass  # the checks below have the words
     contract.check_options(*options)
