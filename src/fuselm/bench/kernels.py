@@ -33,7 +33,7 @@ from fuselm.kernels.spec import Case, OpSpec, ops
 # A CPU gets the same cases with fewer rows: elements of the largest, and of the largest with --quick.
 CPU_ELEMENTS, CPU_QUICK_ELEMENTS = 1 << 21, 1 << 18
 # Calls shorter than this take turns, so many times, each time elsewhere in memory, and the best turn of each counts.
-SHORT_US, TURNS = 20.0, 4
+SHORT_US, TURNS = 20.0, 8
 TOO_LATE = "skipped: the time budget was used up"
 
 
