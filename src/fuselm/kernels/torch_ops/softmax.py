@@ -29,9 +29,10 @@ from fuselm.kernels.torch_ops import (
 )
 
 _FIRST = 1  # mask of wanted outputs: both raw ops have one
+_SCALE = 1.0  # the default, known again by being the same object
 
 
-def softmax(x: Tensor, *, scale: float = 1.0, causal: bool = False, mask: Tensor | None = None) -> Tensor:
+def softmax(x: Tensor, *, scale: float = _SCALE, causal: bool = False, mask: Tensor | None = None) -> Tensor:
     """Softmax of scale * x + mask over the last dimension, in fp32, rounded once to x's dtype.
 
     With `causal`, x is [..., T, S], the T queries being the last of the S positions: query t sees keys up to t + S - T.
@@ -46,7 +47,8 @@ def softmax(x: Tensor, *, scale: float = 1.0, causal: bool = False, mask: Tensor
         return softmax_reference(x, scale=scale, causal=causal, mask=mask)
     # The fast path asks nothing it need not: the launcher refuses bad input, and only then check() looks for the words.
     try:
-        if not compiling and (type(causal) is not bool or type(scale) is not float):  # a launcher would convert them
+        given = not compiling and (causal is not False or scale is not _SCALE)
+        if given and (type(causal) is not bool or type(scale) is not float):  # a launcher would convert them
             _check(x, mask, scale, causal)
         if (x.requires_grad or (mask is not None and mask.requires_grad)) and torch.is_grad_enabled():
             y: Tensor = (_Softmax.apply if compiling else _apply)(x, mask, scale, causal)
