@@ -280,6 +280,21 @@ def test_rows_near_and_far_from_zero_side_by_side(cuda: str, width: int, dtype: 
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("bits", [0, 5, 1299, 1300, 1 << 62, -1])
+def test_every_row_is_there_whatever_the_memory_of_the_counter_held(cuda: str, bits: int) -> None:
+    """Blocks that stay draw their rows from a counter in memory that nobody has cleared."""
+    made = torch.Generator(cuda).manual_seed(0)
+    x = torch.randn(1300, 20480, device=cuda, generator=made).to(torch.bfloat16)
+    weight, bias = (torch.randn(20480, device=cuda, generator=made).to(torch.bfloat16) for _ in range(2))
+    alone = torch.cat([ops.layer_norm(rows, weight, bias) for rows in x.split(100)])  # so few have no counter
+    for _ in range(4):
+        torch.full_like(x, np.nan)  # given back at once: y will lie there, and the counter in one of the next
+        scraps = [torch.full((1,), bits, dtype=torch.int64, device=cuda) for _ in range(64)]
+        del scraps
+        assert torch.equal(ops.layer_norm(x, weight, bias), alone)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("rows", [5, 200])
 def test_rows_of_one_large_number_give_the_weight_no_gradient(cuda: str, rows: int) -> None:
     x = torch.full((rows, 16384), 60000.0, dtype=torch.float16, device=cuda)
