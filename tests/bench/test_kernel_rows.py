@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import itertools
 import json
 import math
 from collections.abc import Callable
@@ -117,7 +118,7 @@ def test_wrong_numbers_become_a_note_and_no_row(monkeypatch: pytest.MonkeyPatch)
 def test_short_calls_take_turns_elsewhere_in_memory_and_the_best_of_each_counts() -> None:
     order: list[str] = []
     places: list[int] = []
-    times = {"a": iter([6.0, 4.0, 5.0]), "b": iter([8.0, 9.0, 7.5])}
+    times = {"a": itertools.cycle([6.0, 4.0, 5.0]), "b": itertools.cycle([8.0, 9.0, 7.5])}
 
     class Clock:
         device = "cpu"
