@@ -1,7 +1,9 @@
-"""Emptying the L2 cache before a call is timed: the raw op of overwrite_l2.cu, and zeros where there is no kernel.
+"""Emptying the L2 cache before a call is timed: the raw op of overwrite_l2.cu.
 
-buffer = l2_buffer("cuda")
-empty_l2(buffer)
+Where the kernels cannot be built the buffer is filled with zeros, which leaves what was marked to stay.
+
+    buffer = l2_buffer(torch.device("cuda"))
+    empty_l2(buffer)
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
-"""A head's weight gradient, summed over blocks of rows in 16 bits, for JAX: see torch_ops/weight_sum.py for the format.
+"""A head's weight gradient, summed over blocks of rows in 16 bits, for JAX.
 
-exponents = exponents_of(dweight)                                   # zeros: with a dweight of zeros, a sum of 0
-dweight, exponents = added(dweight, exponents, dlogits, rows, last=False)
+The format is that of torch_ops/weight_sum.py. No block is the first: zeros, with exponents of 0, are a sum of nothing.
+
+    exponents = exponents_of(dweight)
+    dweight, exponents = added(dweight, exponents, dlogits, rows, last=False)
 """
 
 from __future__ import annotations
