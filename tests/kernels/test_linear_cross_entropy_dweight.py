@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from fuselm import ops
 from fuselm.kernels.linear_cross_entropy import EXPONENTS_OF_WORD, LEAST_EXPONENT, MOST_EXPONENT
 from fuselm.kernels.torch_ops import load_cuda, weight_sum
 from tests.kernels.problems import DEVICES
@@ -184,11 +185,32 @@ def test_it_serves_large_bf16_weights_of_whole_vectors_alone() -> None:
     def given(dtype: torch.dtype, width: int) -> tuple[Tensor, Tensor]:
         return torch.zeros(4, width, dtype=dtype), torch.zeros(16, width, dtype=dtype)
 
-    assert weight_sum.serves(*given(torch.bfloat16, 64), 16)
-    assert not weight_sum.serves(*given(torch.bfloat16, 60), 16)
-    assert not weight_sum.serves(*given(torch.bfloat16, 64), 12)
-    assert not weight_sum.serves(*given(torch.float16, 64), 16)
-    assert not weight_sum.serves(*given(torch.float32, 64), 16)
+    assert weight_sum.serves(*given(torch.bfloat16, 64))
+    assert not weight_sum.serves(*given(torch.bfloat16, 60))
+    assert not weight_sum.serves(*given(torch.float16, 64))
+    assert not weight_sum.serves(*given(torch.float32, 64))
+
+
+@on_each_device
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("words", [1000, 1001])
+def test_a_head_in_many_blocks_is_as_exact_as_in_one(device: str, reduction: str, words: int) -> None:
+    made = torch.Generator().manual_seed(words)
+    hidden = torch.randn(512, 256, generator=made).bfloat16().to(device)
+    weight = (torch.randn(words, 256, generator=made) / 16).bfloat16().to(device).requires_grad_()
+    targets = torch.randint(words, (512,), generator=made).to(device)
+
+    def dweight(head: Tensor, rows: Tensor, **options: int) -> Tensor:
+        losses = ops.linear_cross_entropy(rows, head, targets, reduction=reduction, **options)
+        return torch.autograd.grad(losses.sum(), head)[0]
+
+    exact = weight.detach().double().requires_grad_()
+    losses = torch.nn.functional.cross_entropy(hidden.double() @ exact.t(), targets, reduction=reduction)
+    right = torch.autograd.grad(losses.sum(), exact)[0]
+    held = 2 if reduction == "none" else 1  # arrays of a block's size
+    blocks, one = dweight(weight, hidden, max_bytes=held * 32 * 1001 * 2), dweight(weight, hidden)
+    error = [float((found.double() - right).square().mean().sqrt()) for found in (blocks, one)]
+    assert error[0] <= 1.1 * error[1]
 
 
 def test_jax_keeps_the_same_format() -> None:

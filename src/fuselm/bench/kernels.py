@@ -189,7 +189,7 @@ def take_turns(bench: Bench, short: Sequence[tuple[Row, Peer]]) -> None:
     """Time short calls again, one after another and over again, and give each row the best of its turns.
 
     The same kernel over the same memory took 4.2 us in one tenth of a second and 4.8 in the next, on an idle H200, and
-    as much less or more over other memory: more than implementations differ by. All have the same number of turns. Each
+    as much less or more over other memory: more than implementations differ by. All that are short have as many. Each
     turn has inputs elsewhere, and within one what a call holds is given back before the next, so that all are offered
     the same places.
     """

@@ -49,8 +49,7 @@ class Blocks:
         rows = len(self.targets)
         self.size = contract.block_rows(rows, vocabulary, held * hidden.element_size(), max_bytes)
         # Rows begin at multiples of 16 bytes, as the loads of tensor cores want it, also where the vocabulary is odd.
-        padded = math.ceil(vocabulary / 8) * 8
-        self.workspace = hidden.new_empty(self.size, padded)[:, :vocabulary]
+        self.workspace = hidden.new_empty(self.size, math.ceil(vocabulary / 8) * 8)[:, :vocabulary]
         self.dhidden = hidden.new_empty(self.hidden.shape) if wanted & DHIDDEN else None
         self.dweight = self.dbias = self.exponents = None
         self.dweight_dtype = sum_dtype(hidden, weight)
@@ -61,8 +60,7 @@ class Blocks:
             # gradient's dtype, as in a step of several micro-batches.
             dtype = torch.float32 if 4 * weight.numel() <= max_bytes else self.dweight_dtype
             self.dweight = weight.new_empty(weight.shape, dtype=dtype) if rows else weight.new_zeros(weight.shape)
-            row_elements = padded if held == 1 else vocabulary  # gradients beside the logits follow one another
-            if dtype == torch.bfloat16 and rows > self.size and weight_sum.serves(hidden, weight, row_elements):
+            if dtype == torch.bfloat16 and rows > self.size and weight_sum.serves(hidden, weight):
                 self.exponents = weight_sum.exponents_of(self.dweight)
         if wanted & DBIAS:
             self.dbias = weight.new_zeros(vocabulary, dtype=torch.float32)
@@ -79,7 +77,9 @@ class Blocks:
         return out
 
     def add(self, block: slice, dlogits: Tensor) -> None:
-        """Carry the gradients of a block's logits on."""
+        """Carry the gradients of a block's logits on; the logits are not needed any more."""
+        if self.exponents is not None and dlogits.stride(0) % 8:
+            dlogits = self.workspace[: len(dlogits)].copy_(dlogits)
         if self.dhidden is not None:
             _multiply(dlogits, self.weight, self.dhidden[block])
         if self.dweight is not None and self.exponents is not None:

@@ -27,9 +27,9 @@ from fuselm.kernels.torch_ops import cuda_state, register
 HOPPER = (9, 0)
 
 
-def serves(hidden: Tensor, weight: Tensor, row_elements: int) -> bool:
-    """Whether a sum over blocks of these can be taken so, where rows of logits begin every `row_elements`."""
-    if not hidden.dtype == weight.dtype == torch.bfloat16 or weight.shape[1] % 8 or row_elements % 8:
+def serves(hidden: Tensor, weight: Tensor) -> bool:
+    """Whether a sum over blocks of these can be taken so; rows of dlogits must begin at multiples of 16 bytes then."""
+    if not hidden.dtype == weight.dtype == torch.bfloat16 or weight.shape[1] % 8:
         return False
     if hidden.is_cuda:
         return cuda_state() == "fused" and torch.cuda.get_device_capability(hidden.device) == HOPPER
