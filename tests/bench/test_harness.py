@@ -7,6 +7,7 @@ import torch
 
 from fuselm.bench import harness
 from fuselm.bench.harness import Timer
+from fuselm.bench.l2 import empty_l2, l2_buffer
 
 
 class PretendedClock:
@@ -128,3 +129,24 @@ def test_forward_and_backward_are_captured_into_graphs() -> None:
     assert forward.graph
     assert backward.graph
     assert timer.decode_latency(harness.empty_kernel("cuda")).graph
+
+
+def test_emptying_l2_overwrites_the_buffer_without_a_kernel_too() -> None:
+    buffer = torch.ones(64, dtype=torch.int32)
+    empty_l2(buffer)
+    assert not buffer.any()
+
+
+@pytest.mark.gpu
+def test_emptying_l2_overwrites_twice_the_cache_and_refuses_what_is_no_whole_line() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("torch sees no CUDA device")
+    device = torch.device("cuda")
+    buffer = l2_buffer(device)
+    assert buffer.nbytes >= 2 * torch.cuda.get_device_properties(device).L2_cache_size
+    buffer.fill_(1)
+    empty_l2(buffer)
+    assert not buffer.any()
+    for wrong in (buffer[:-1], buffer[1:], buffer[:64].view(2, 32), buffer[:64].float()):
+        with pytest.raises(RuntimeError, match="refused"):
+            empty_l2(wrong)

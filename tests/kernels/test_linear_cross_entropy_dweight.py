@@ -92,6 +92,16 @@ def test_one_block_alone_is_rounded_once(device: str, shape: tuple[int, int, int
     torch.testing.assert_close(found.double(), right, rtol=2**-8, atol=float(right.abs().max()) * 1e-6)
 
 
+def test_the_plain_implementation_makes_some_words_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    pairs = operands((33, 301, 520), "cpu", blocks=3)
+    found = [summed(pairs, finish) for finish in (False, True)]
+    monkeypatch.setattr(weight_sum, "PLAIN_BYTES", 7 * 520 * 4)
+    for before, finish in zip(found, (False, True), strict=True):
+        for one, other in zip(before, summed(pairs, finish), strict=True):
+            near = one.view(torch.int8).int() - other.view(torch.int8).int()
+            assert (near == 0).float().mean() > 0.99  # a product of fewer words may add up in another order
+
+
 @on_each_device
 def test_words_without_a_gradient_stay_zero_and_extremes_stay_what_they_are(device: str) -> None:
     rows, words, columns = 16, 24, 256

@@ -67,6 +67,7 @@ def test_nvidia_smi_listing_is_read_where_the_driver_library_is_missing(
 
 def test_architecture_lists_are_sorted_and_checked() -> None:
     assert toolchain.parse_architectures("sm_90a, 75,90a") == ("75", "90a")
+    assert toolchain.parse_architectures("90,80") == ("80", "90a")  # what every GPU of capability 9.0 runs
     assert toolchain.parse_architectures("all") == toolchain.ALL_ARCHITECTURES
     for wrong in ("70", "hopper", "", "ptx"):
         with pytest.raises(BuildError, match=r"at least 75.*got.*Choose from"):

@@ -13,15 +13,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from fuselm.kernels import linear_cross_entropy as contract
 from fuselm.kernels.jax_ops import call, native_library
-from fuselm.kernels.linear_cross_entropy import (
-    EXPONENTS_OF_WORD,
-    LEAST_EXPONENT,
-    MOST_EXPONENT,
-    TILE_COLUMNS,
-    TOP_EXPONENT,
-    tiles_across,
-)
 
 HOPPER = "9.0"
 
@@ -36,7 +29,7 @@ def serves(hidden: Any, weight: Any) -> bool:
 
 def exponents_of(dweight: Any) -> Any:
     """The exponents of a sum of 0: four bytes for each word and tile of 256 columns."""
-    return jnp.zeros((tiles_across(dweight.shape[1]), dweight.shape[0]), jnp.int32)
+    return jnp.zeros((contract.tiles_across(dweight.shape[1]), dweight.shape[0]), jnp.int32)
 
 
 def added(dweight: Any, exponents: Any, dlogits: Any, rows: Any, *, last: bool) -> tuple[Any, Any]:
@@ -57,20 +50,20 @@ def _plain_added(dlogits: Any, rows: Any, dweight: Any, exponents: Any, last: bo
     column = jnp.arange(width)
 
     def by_column(stored: Any) -> Any:  # [tiles, V, 4] -> [V, D]
-        return stored[column // TILE_COLUMNS, :, column % 8 // 2].T.astype(jnp.int32)
+        return stored[column // contract.TILE_COLUMNS, :, column % 8 // 2].T.astype(jnp.int32)
 
     before = jax.lax.bitcast_convert_type(dweight, jnp.float16).astype(jnp.float32)
     stored = jax.lax.bitcast_convert_type(exponents, jnp.int8)  # [tiles, V, 4]
     total = jnp.dot(dlogits.T, rows, preferred_element_type=jnp.float32)
-    total = total + jnp.ldexp(before, by_column(stored) - TOP_EXPONENT)
+    total = total + jnp.ldexp(before, by_column(stored) - contract.TOP_EXPONENT)
     if last:
         return total.astype(dweight.dtype), exponents
     finite = jnp.nan_to_num(jnp.abs(total), nan=0.0)  # the largest number for infinity
-    padded = jnp.pad(finite, ((0, 0), (0, tiles * TILE_COLUMNS - width)))
-    largest = jnp.max(padded.reshape(words, tiles, -1, EXPONENTS_OF_WORD, 2), (2, 4))  # [V, tiles, 4]
-    exponent = jnp.where(largest == 0, LEAST_EXPONENT, jnp.frexp(largest)[1] - 1)
-    stored = jnp.clip(exponent, LEAST_EXPONENT, MOST_EXPONENT).astype(jnp.int8).swapaxes(0, 1)
-    halves = jnp.ldexp(total, TOP_EXPONENT - by_column(stored)).astype(jnp.float16)
+    padded = jnp.pad(finite, ((0, 0), (0, tiles * contract.TILE_COLUMNS - width)))
+    largest = jnp.max(padded.reshape(words, tiles, -1, contract.EXPONENTS_OF_WORD, 2), (2, 4))  # [V, tiles, 4]
+    exponent = jnp.where(largest == 0, contract.LEAST_EXPONENT, jnp.frexp(largest)[1] - 1)
+    stored = jnp.clip(exponent, contract.LEAST_EXPONENT, contract.MOST_EXPONENT).astype(jnp.int8).swapaxes(0, 1)
+    halves = jnp.ldexp(total, contract.TOP_EXPONENT - by_column(stored)).astype(jnp.float16)
     return (
         jax.lax.bitcast_convert_type(halves, dweight.dtype),
         jax.lax.bitcast_convert_type(stored, exponents.dtype),

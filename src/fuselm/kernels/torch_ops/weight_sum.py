@@ -14,17 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fuselm.kernels.linear_cross_entropy import (
-    EXPONENTS_OF_WORD,
-    LEAST_EXPONENT,
-    MOST_EXPONENT,
-    TILE_COLUMNS,
-    TOP_EXPONENT,
-    tiles_across,
-)
+from fuselm.kernels import linear_cross_entropy as contract
 from fuselm.kernels.torch_ops import cuda_state, register
 
 HOPPER = (9, 0)
+PLAIN_BYTES = 16 << 20  # of fp32 sums that the plain implementation makes at a time
 
 
 def serves(hidden: Tensor, weight: Tensor) -> bool:
@@ -39,7 +33,7 @@ def serves(hidden: Tensor, weight: Tensor) -> bool:
 def exponents_of(dweight: Tensor) -> Tensor:
     """Room for the exponents of a sum: four bytes for each word and tile of 256 columns."""
     vocabulary, width = dweight.shape
-    return dweight.new_empty(tiles_across(width), vocabulary, dtype=torch.int32)
+    return dweight.new_empty(contract.tiles_across(width), vocabulary, dtype=torch.int32)
 
 
 def add(dweight: Tensor, exponents: Tensor, dlogits: Tensor, rows: Tensor, *, first: bool, last: bool) -> None:
@@ -50,26 +44,35 @@ def add(dweight: Tensor, exponents: Tensor, dlogits: Tensor, rows: Tensor, *, fi
 def _plain_dweight(
     dlogits: Tensor, hidden: Tensor, dweight: Tensor, exponents: Tensor, first: bool, last: bool, outputs: int
 ) -> None:
-    total = dlogits.t().float() @ hidden.float()  # [V, D]
+    rows = hidden.float()
+    step = max(1, PLAIN_BYTES // (4 * dweight.shape[1]))
+    for start in range(0, len(dweight), step):
+        words = slice(start, start + step)
+        total = dlogits[:, words].t().float() @ rows  # [words, D]
+        _add_words(total, dweight[words], exponents[:, words], first, last)
+
+
+def _add_words(total: Tensor, dweight: Tensor, exponents: Tensor, first: bool, last: bool) -> None:
+    tiles, shares = len(exponents), contract.EXPONENTS_OF_WORD
     halves = dweight.view(torch.float16)
-    stored = exponents.view(torch.int8).view(len(exponents), -1, EXPONENTS_OF_WORD).transpose(0, 1)  # [V, tiles, 4]
+    stored = exponents.view(torch.int8).view(tiles, -1, shares).transpose(0, 1)  # [words, tiles, 4]
     if not first:
-        total += torch.ldexp(halves.float(), _by_column(stored, total) - TOP_EXPONENT)
+        total += torch.ldexp(halves.float(), _by_column(stored, total) - contract.TOP_EXPONENT)
     if last:
         dweight.copy_(total)
         return
     finite = total.abs().nan_to_num(nan=0.0, posinf=torch.finfo(torch.float32).max)
-    padded = F.pad(finite, (0, len(exponents) * TILE_COLUMNS - total.shape[1]))
-    largest = padded.view(len(total), len(exponents), -1, EXPONENTS_OF_WORD, 2).amax((2, 4))  # [V, tiles, 4]
-    exponent = (torch.frexp(largest).exponent - 1).masked_fill(largest == 0, LEAST_EXPONENT)
-    stored.copy_(exponent.clamp(LEAST_EXPONENT, MOST_EXPONENT))
-    halves.copy_(torch.ldexp(total, TOP_EXPONENT - _by_column(stored, total)))
+    padded = F.pad(finite, (0, tiles * contract.TILE_COLUMNS - total.shape[1]))
+    largest = padded.view(len(total), tiles, -1, shares, 2).amax((2, 4))  # [words, tiles, 4]
+    exponent = (torch.frexp(largest).exponent - 1).masked_fill(largest == 0, contract.LEAST_EXPONENT)
+    stored.copy_(exponent.clamp(contract.LEAST_EXPONENT, contract.MOST_EXPONENT))
+    halves.copy_(torch.ldexp(total, contract.TOP_EXPONENT - _by_column(stored, total)))
 
 
 def _by_column(stored: Tensor, like: Tensor) -> Tensor:
-    """The exponent of each element of [V, D]."""
+    """The exponent of each element of [words, D]."""
     column = torch.arange(like.shape[1], device=like.device)
-    return stored[:, column // TILE_COLUMNS, column % 8 // 2].int()
+    return stored[:, column // contract.TILE_COLUMNS, column % 8 // 2].int()
 
 
 def _fake_dweight(
