@@ -47,24 +47,25 @@ def added(dweight: Any, exponents: Any, dlogits: Any, rows: Any, *, last: bool) 
 def _plain_added(dlogits: Any, rows: Any, dweight: Any, exponents: Any, last: bool) -> tuple[Any, Any]:
     words, width = dweight.shape
     tiles = len(exponents)
-    column = jnp.arange(width)
 
-    def by_column(stored: Any) -> Any:  # [tiles, V, 4] -> [V, D]
-        return stored[column // contract.TILE_COLUMNS, :, column % 8 // 2].T.astype(jnp.int32)
+    def by_share(columns: Any) -> Any:  # [V, D] -> [V, tiles, 32, 4, 2], those past D being 0
+        padded = jnp.pad(columns, ((0, 0), (0, tiles * contract.TILE_COLUMNS - width)))
+        return padded.reshape(words, tiles, -1, contract.EXPONENTS_OF_WORD, 2)
 
-    before = jax.lax.bitcast_convert_type(dweight, jnp.float16).astype(jnp.float32)
-    stored = jax.lax.bitcast_convert_type(exponents, jnp.int8)  # [tiles, V, 4]
-    total = jnp.dot(dlogits.T, rows, preferred_element_type=jnp.float32)
-    total = total + jnp.ldexp(before, by_column(stored) - contract.TOP_EXPONENT)
+    def powers(exponent: Any) -> Any:  # of two, for each share
+        return jnp.ldexp(jnp.float32(1), exponent)[:, :, None, :, None]
+
+    stored = jax.lax.bitcast_convert_type(exponents, jnp.int8).swapaxes(0, 1).astype(jnp.int32)  # [V, tiles, 4]
+    before = by_share(jax.lax.bitcast_convert_type(dweight, jnp.float16).astype(jnp.float32))
+    product = jnp.dot(dlogits.T, rows, preferred_element_type=jnp.float32)
+    sums = by_share(product) + before * powers(stored - contract.TOP_EXPONENT)
     if last:
-        return total.astype(dweight.dtype), exponents
-    finite = jnp.nan_to_num(jnp.abs(total), nan=0.0)  # the largest number for infinity
-    padded = jnp.pad(finite, ((0, 0), (0, tiles * contract.TILE_COLUMNS - width)))
-    largest = jnp.max(padded.reshape(words, tiles, -1, contract.EXPONENTS_OF_WORD, 2), (2, 4))  # [V, tiles, 4]
+        return sums.reshape(words, -1)[:, :width].astype(dweight.dtype), exponents
+    largest = jnp.max(jnp.nan_to_num(jnp.abs(sums), nan=0.0), (2, 4))  # the largest number for infinity
     exponent = jnp.where(largest == 0, contract.LEAST_EXPONENT, jnp.frexp(largest)[1] - 1)
-    stored = jnp.clip(exponent, contract.LEAST_EXPONENT, contract.MOST_EXPONENT).astype(jnp.int8).swapaxes(0, 1)
-    halves = jnp.ldexp(total, contract.TOP_EXPONENT - by_column(stored)).astype(jnp.float16)
+    exponent = jnp.clip(exponent, contract.LEAST_EXPONENT, contract.MOST_EXPONENT)
+    halves = (sums * powers(contract.TOP_EXPONENT - exponent)).reshape(words, -1)[:, :width].astype(jnp.float16)
     return (
         jax.lax.bitcast_convert_type(halves, dweight.dtype),
-        jax.lax.bitcast_convert_type(stored, exponents.dtype),
+        jax.lax.bitcast_convert_type(exponent.astype(jnp.int8).swapaxes(0, 1), exponents.dtype),
     )

@@ -53,26 +53,29 @@ def _plain_dweight(
 
 
 def _add_words(total: Tensor, dweight: Tensor, exponents: Tensor, first: bool, last: bool) -> None:
-    tiles, shares = len(exponents), contract.EXPONENTS_OF_WORD
+    tiles, width = len(exponents), dweight.shape[1]
+    shape = (len(dweight), tiles, -1, contract.EXPONENTS_OF_WORD, 2)
     halves = dweight.view(torch.float16)
-    stored = exponents.view(torch.int8).view(tiles, -1, shares).transpose(0, 1)  # [words, tiles, 4]
+    stored = exponents.view(torch.int8).view(tiles, -1, contract.EXPONENTS_OF_WORD).transpose(0, 1)  # [words, tiles, 4]
+
+    def by_share(columns: Tensor) -> Tensor:  # [words, D] -> [words, tiles, 32, 4, 2], those past D being 0
+        return F.pad(columns, (0, tiles * contract.TILE_COLUMNS - width)).view(shape)
+
+    def powers(exponent: Tensor) -> Tensor:  # of two, for each share
+        return torch.ldexp(torch.ones_like(exponent, dtype=torch.float32), exponent)[:, :, None, :, None]
+
+    sums = by_share(total)
     if not first:
-        total += torch.ldexp(halves.float(), _by_column(stored, total) - contract.TOP_EXPONENT)
+        sums = sums.addcmul(by_share(halves.float()), powers(stored.int() - contract.TOP_EXPONENT))
     if last:
-        dweight.copy_(total)
+        dweight.copy_(sums.flatten(1)[:, :width])
         return
-    finite = total.abs().nan_to_num(nan=0.0, posinf=torch.finfo(torch.float32).max)
-    padded = F.pad(finite, (0, tiles * contract.TILE_COLUMNS - total.shape[1]))
-    largest = padded.view(len(total), tiles, -1, shares, 2).amax((2, 4))  # [words, tiles, 4]
+    largest = sums.abs().amax((2, 4))  # [words, tiles, 4]
+    if not largest.isfinite().all():  # what is no number has no size, and an infinity that of the largest number
+        largest = sums.abs().nan_to_num(nan=0.0).amax((2, 4))
     exponent = (torch.frexp(largest).exponent - 1).masked_fill(largest == 0, contract.LEAST_EXPONENT)
     stored.copy_(exponent.clamp(contract.LEAST_EXPONENT, contract.MOST_EXPONENT))
-    halves.copy_(torch.ldexp(total, contract.TOP_EXPONENT - _by_column(stored, total)))
-
-
-def _by_column(stored: Tensor, like: Tensor) -> Tensor:
-    """The exponent of each element of [words, D]."""
-    column = torch.arange(like.shape[1], device=like.device)
-    return stored[:, column // contract.TILE_COLUMNS, column % 8 // 2].int()
+    halves.copy_((sums * powers(contract.TOP_EXPONENT - stored.int())).flatten(1)[:, :width])
 
 
 def _fake_dweight(
