@@ -70,9 +70,10 @@ def test_processes_share_the_cases_and_one_that_fails_ends_nothing(
         return {name: Ended(index, "", 0.0, True) for index, name in enumerate(jobs)}
 
     monkeypatch.setattr(warm, "run_all", run_all)
+    monkeypatch.setattr(warm, "_sees_cuda", lambda: True)
     warm.main(["--ops", "rms_norm", "--jobs", "3"])
     assert [command[command.index("--part") + 1] for command in started] == ["0", "1", "2"]
-    assert "3 processes, 2 of which failed" in capsys.readouterr().out
+    assert "3 processes, of which 2 ended early" in capsys.readouterr().out
     found = warm.steps(["rms_norm"], "cuda")
     shares = [found[part::3] for part in range(3)]
     assert sorted(repr(step) for share in shares for step in share) == sorted(map(repr, found))
@@ -114,3 +115,13 @@ def test_wrong_options_are_refused(arguments: list[str], says: str, capsys: pyte
     with pytest.raises(SystemExit):
         warm.main(arguments)
     assert says in capsys.readouterr().err
+
+
+def test_without_a_gpu_it_says_so_instead_of_failing_case_by_case(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(warm, "_sees_cuda", lambda: False)
+    with pytest.raises(SystemExit) as ended:
+        warm.main(["--ops", "softmax"])
+    assert ended.value.code == 2
+    assert "torch sees none; pass --device cpu" in capsys.readouterr().err

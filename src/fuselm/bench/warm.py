@@ -124,6 +124,12 @@ def work(names: Sequence[str], device: str, part: int, parts: int, locks: Path) 
     print("torch.compile:", peers.compile_cache())
 
 
+def _sees_cuda() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
 def _release(device: str) -> None:
     import torch
 
@@ -151,6 +157,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if given.part is not None:
         work(names, given.device, given.part, given.jobs, given.locks)
         return
+    if given.device == "cuda" and not _sees_cuda():
+        parser.error("--device cuda needs a GPU, and torch sees none; pass --device cpu to compile for this machine")
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as locks:
         again = [sys.executable, "-m", "fuselm.bench.warm", "--ops", " ".join(names), "--jobs", str(given.jobs)]
@@ -161,7 +169,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         ended = run_all(jobs, began + given.seconds, at_once=given.jobs)
     failed = sum(result.code != 0 for result in ended.values())
     count = len(steps(names, given.device))
-    print(f"{count} cases in {given.jobs} processes, {failed} of which failed, in {time.monotonic() - began:.0f} s")
+    took = time.monotonic() - began
+    print(f"{count} cases in {given.jobs} processes, of which {failed} ended early, in {took:.0f} s")
 
 
 if __name__ == "__main__":
