@@ -186,11 +186,13 @@ class Call {
     return space;
   }
 
-  fuselm::Stream stream() const {
-    fuselm::Stream stream;
-    stream.device = device_;
-    check(aoti_torch_get_current_cuda_stream(device_, &stream.handle));
-    return stream;
+  fuselm::Stream stream() {
+    if (!stream_.has_value()) {
+      stream_.emplace();
+      stream_->device = device_;
+      check(aoti_torch_get_current_cuda_stream(device_, &stream_->handle));
+    }
+    return *stream_;
   }
 
   StableIValue* stack_;
@@ -199,6 +201,7 @@ class Call {
   int next_ = 0, num_inputs_ = 0, num_outputs_ = 0;
   int32_t device_ = -1, device_type_ = 0;
   bool one_device_ = true;
+  std::optional<fuselm::Stream> stream_;  // asked for once
   Handle inputs_[kMaxTensors], outputs_[kMaxTensors], workspace_;
   TensorView views_[kMaxTensors];
 };

@@ -127,10 +127,10 @@ __device__ inline uint32_t pair_extreme(uint32_t a, uint32_t b, fp16) {
 
 // ---- memory --------------------------------------------------------------------------------------------------------
 
-// What L2 does with lines that are read. Tensors larger than L2 are read as what leaves it last: what leaves is then
-// what has been written, soon and in order, and a kernel that reads once and writes once gains 4 % on an H200; marked
-// to leave first, reads cost it 4 %. Smaller tensors are read as usual, so that what is written stays for the next
-// kernel.
+// What L2 does with lines that are read. Where a call's tensors together are larger than L2, they are read as what
+// leaves it last: what leaves is then what has been written, soon and in order, and a kernel that reads once and writes
+// once gains 4 % on an H200; marked to leave first, reads cost it 4 %. Where they are smaller they are read as usual,
+// so that what is written stays for the next kernel.
 __device__ inline uint64_t read_policy(bool larger_than_l2) {
   uint64_t last = 0, normal = 0;
 #if __CUDA_ARCH__ >= 800
@@ -382,11 +382,55 @@ __device__ inline float warp_max_soon(float v) {
 #endif
 }
 
+// What kWarps warps have put into `scratch`, aligned to 16 bytes: each thread reads all of it, a shuffle or more less
+// on the way where there are registers for it.
+template <int kWarps>
+struct FromWarps {
+  static_assert(kWarps % 4 == 0, "whole vectors only");
+  float value[kWarps];
+
+  __device__ explicit FromWarps(const float* scratch) {
+#pragma unroll
+    for (int i = 0; i < kWarps; i += 4) {
+      const float4 four = *reinterpret_cast<const float4*>(scratch + i);
+      value[i] = four.x, value[i + 1] = four.y, value[i + 2] = four.z, value[i + 3] = four.w;
+    }
+  }
+  // In pairs, and pairs of those: the order of lane_sum.
+  template <int kFirst = 0, int kCount = kWarps, typename F>
+  __device__ float fold(const F& f) const {
+    if constexpr (kCount == 1) {
+      return value[kFirst];
+    } else {
+      return f(fold<kFirst, kCount / 2>(f), fold<kFirst + kCount / 2, kCount / 2>(f));
+    }
+  }
+};
+
+template <int kWarps, bool kSoon>
+__device__ inline float sum_of_warps(const float* scratch) {
+  if constexpr (kSoon && kWarps % 4 == 0) {
+    return FromWarps<kWarps>(scratch).fold([](float a, float b) { return a + b; });
+  } else {
+    return lane_sum<kWarps>(scratch[threadIdx.x % kWarps]);
+  }
+}
+
+template <int kWarps, bool kSoon>
+__device__ inline float max_of_warps(const float* scratch) {
+  if constexpr (kSoon && kWarps % 4 == 0) {
+    return FromWarps<kWarps>(scratch).fold([](float a, float b) { return fmaxf(a, b); });
+  } else {
+    return lane_max<kWarps>(scratch[threadIdx.x % kWarps]);
+  }
+}
+
 // The sum over the kLanes threads that own a row, given to each of them. Rows of several warps meet in `scratch`
-// (kLanes / 32 floats of this row's own); every thread of the block must come here together. A caller that loops
-// alternates between two scratch areas: then one barrier per row is enough. (Barriers of their own for the rows of a
-// block were tried: with a barrier number in a register the compiler reserves all 16, and only 4 blocks fit.)
-template <int kLanes>
+// (kLanes / 32 floats of this row's own, for kSoon aligned to 16 bytes); every thread of the block must come here
+// together. A caller that loops alternates between two scratch areas: then one barrier per row is enough. (Barriers of
+// their own for the rows of a block were tried: with a barrier number in a register the compiler reserves all 16, and
+// only 4 blocks fit.)
+template <int kLanes, bool kSoon = false>
 __device__ inline float row_sum(float v, float* scratch) {
   if constexpr (kLanes <= kWarp) {
     return lane_sum<kLanes>(v);
@@ -396,15 +440,30 @@ __device__ inline float row_sum(float v, float* scratch) {
     const int lane = threadIdx.x % kLanes;
     if (lane % kWarp == 0) scratch[lane / kWarp] = v;
     __syncthreads();
-    return lane_sum<kWarps>(scratch[lane % kWarps]);
+    return sum_of_warps<kWarps, kSoon>(scratch);
   }
 }
 
-// The same of several numbers with one barrier; `scratch` has room for each.
-template <int kLanes, int kCount>
+// The largest instead of the sum.
+template <int kLanes, bool kSoon = false>
+__device__ inline float row_max(float v, float* scratch) {
+  if constexpr (kLanes <= kWarp) {
+    return lane_max<kLanes>(v);
+  } else {
+    constexpr int kWarps = kLanes / kWarp;
+    v = kSoon ? warp_max_soon(v) : lane_max<kWarp>(v);
+    const int lane = threadIdx.x % kLanes;
+    if (lane % kWarp == 0) scratch[lane / kWarp] = v;
+    __syncthreads();
+    return max_of_warps<kWarps, kSoon>(scratch);
+  }
+}
+
+// The sums of several numbers with one barrier; `scratch` has room for each.
+template <int kLanes, bool kSoon = false, int kCount>
 __device__ inline void row_sums(float (&v)[kCount], float* scratch) {
   if constexpr (kCount == 1) {
-    v[0] = row_sum<kLanes>(v[0], scratch);
+    v[0] = row_sum<kLanes, kSoon>(v[0], scratch);
   } else if constexpr (kLanes <= kWarp) {
 #pragma unroll
     for (float& one : v) one = lane_sum<kLanes>(one);
@@ -418,7 +477,7 @@ __device__ inline void row_sums(float (&v)[kCount], float* scratch) {
     }
     __syncthreads();
 #pragma unroll
-    for (int k = 0; k < kCount; ++k) v[k] = lane_sum<kWarps>(scratch[k * kWarps + lane % kWarps]);
+    for (int k = 0; k < kCount; ++k) v[k] = sum_of_warps<kWarps, kSoon>(scratch + k * kWarps);
   }
 }
 
@@ -456,7 +515,7 @@ __device__ inline float spread_sum(float v) {
 }
 
 // The same as row_sums<kLanes>, to the bit, where each lane has several threads. `scratch` has kWideScratch floats for
-// each number.
+// each number and is aligned to 16 bytes.
 template <int kLanes, int kTurns>
 constexpr int kWideScratch = kLanes * kSlots<kTurns> / kWarp + (kNeighbours<kTurns> ? 0 : kLanes * kSlots<kTurns>);
 
@@ -471,7 +530,7 @@ __device__ inline void wide_sums(float (&v)[kCount], float* scratch) {
     }
     __syncthreads();
 #pragma unroll
-    for (int k = 0; k < kCount; ++k) v[k] = lane_sum<kWarps>(scratch[k * kWarps + threadIdx.x % kWarps]);
+    for (int k = 0; k < kCount; ++k) v[k] = sum_of_warps<kWarps, true>(scratch + k * kWarps);
   } else {
     const int lane = threadIdx.x % kLanes, turn = threadIdx.x / kLanes;
 #pragma unroll

@@ -445,7 +445,7 @@ __global__ void __launch_bounds__(kCorrectThreads, 2)
 template <typename X, bool kPlain>
 struct LossKernels {
   using Whole = UpTo1024Vectors;
-  using Few = void;
+  static constexpr bool kEveryKind = false;
   template <typename C, bool kParted>
   static auto of() {
     return cross_entropy_kernel<X, C, kParted, kPlain>;

@@ -150,7 +150,7 @@ __device__ inline void write_row(const ForwardArgs& a, char* y_row, const Place&
   constexpr int kAtOnce = kCentred ? 2 : C::kHeld > 4 ? 4 : C::kHeld;
 #pragma unroll
   for (int v = 0; v < C::kHeld; ++v) {
-    if (kUsual && C::kKind == Kind::kMany && v % kAtOnce == 0) {
+    if (kUsual && !C::kSoon && v % kAtOnce == 0) {
 #pragma unroll
       for (int next = v; next < v + kAtOnce; ++next) {
         const int i = at.lane + next * C::kLanes;
@@ -160,7 +160,7 @@ __device__ inline void write_row(const ForwardArgs& a, char* y_row, const Place&
     const int i = at.lane + v * C::kLanes;
     if (!kUsual && i >= at.count) continue;
     float y[kVec<X>];
-    scaled<kCentred, X, H, kUsual, C::kKind == Kind::kMany>(a, held[v], normalised, at.skip + i, usual[v], y);
+    scaled<kCentred, X, H, kUsual, !C::kSoon>(a, held[v], normalised, at.skip + i, usual[v], y);
     if (i < at.count) store_floats<X>(y_row + i * 16, y);
   }
 }
@@ -173,7 +173,7 @@ template <bool kCentred, typename X, typename H, bool kResidual, typename C, boo
 __global__ void __launch_bounds__(C::kThreads, (kForwardBlocks<C, kResidual>))
     norm_forward_kernel(const __grid_constant__ ForwardArgs a) {
   constexpr int kH = kVec<X> * sizeof(H);  // bytes of a vector of h
-  constexpr bool kSoon = C::kKind != Kind::kMany;
+  constexpr bool kSoon = C::kSoon;
   using Sums = Gathered<kCentred>;
   // In a chain of small kernels starting one takes as long as running it: let the next start now, then wait for the
   // last.
@@ -182,7 +182,7 @@ __global__ void __launch_bounds__(C::kThreads, (kForwardBlocks<C, kResidual>))
     allow_next_kernel();
     wait_for_previous_kernel();
   }
-  __shared__ float scratch[C::kGroups * kScratch<C>];
+  __shared__ alignas(16) float scratch[C::kGroups * kScratch<C>];
   __shared__ std::conditional_t<kParted, Exchange<Sums::kNumbers>, char> exchange;
   if constexpr (kParted) exchange.init();
   const Place<X, C, kParted> at(a.parts, a.rows, a.width);

@@ -27,7 +27,7 @@ struct Parts {
 // Which row and which part of it a block, or a group of lanes, has.
 template <typename X, typename C, bool kParted>
 struct Place {
-  static constexpr bool kOneRow = !kParted && C::kKind != Kind::kMany;  // a block, and no block too many
+  static constexpr bool kOneRow = !kParted && C::kSoon;  // a block, and no block too many
   int group, lane, rank, skip, count;  // lane: the first of the thread's vectors, which are kLanes apart
   int64_t row;
 

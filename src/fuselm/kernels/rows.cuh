@@ -244,6 +244,7 @@ inline int64_t count_rows(const TensorView& x) {
 
 enum class Kind {
   kMany,  // compiled for throughput
+  kNear,  // the same for rows that follow one another in tensors that fit L2: nothing is left to ask
   kSoon,  // for a few rows: compiled for what comes soonest
   kWide,  // the same, with a thread for each vector of a lane
 };
@@ -255,6 +256,8 @@ struct Config {
   static constexpr int kThreads = threads;  // threads of a block
   static constexpr int kBlocks = blocks;    // of a multiprocessor: what the compiler may spend registers by
   static constexpr Kind kKind = kind;
+  static constexpr bool kSoon = kind == Kind::kSoon || kind == Kind::kWide;
+  static constexpr bool kNear = kSoon || kind == Kind::kNear;
   static constexpr int kHeld = kind == Kind::kWide ? 1 : vecs;               // vectors a thread holds
   static constexpr int kGroups = kind == Kind::kWide ? 1 : threads / lanes;  // rows of a block
 };

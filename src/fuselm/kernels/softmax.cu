@@ -12,20 +12,32 @@ namespace fuselm {
 namespace softmax {
 namespace {
 
-struct ForwardArgs {
-  // What every launch reads is in the first 48 bytes, one line of the constant cache: that is cold when a kernel
-  // starts, and each line after another would be most of a microsecond on the way to the first load.
+// What the kernels for rows that follow one another are given. Others are given it first: the constant cache is cold
+// when a kernel starts, and each line of it after the first 48 bytes would be most of a microsecond on the way to the
+// first load.
+struct NearForward {
+  static constexpr bool falls = false, chained = false, large = false;  // see ForwardArgs
   const char* x;
   char* y;  // contiguous
   int64_t rows;
-  int64_t row_bytes;
   int32_t width;
-  float unit;     // x to scores where there is no mask
+  float unit;  // x to scores where there is no mask
+
+  __device__ static Parts cut() { return {}; }  // how a row is shared out
+  // How the scores around a row's largest value are taken.
+  __device__ Level level(float top, bool other_sign) const {
+    Level taken(top, unit);
+    if (other_sign) taken.unit = -taken.unit;
+    return taken;
+  }
+};
+
+struct ForwardArgs : NearForward {
   bool adjacent;  // x is contiguous too
   bool falls;     // x is to be taken with the other sign
   bool chained, large;
-  float scale;  // x to what the mask is added to
   Parts parts;
+  float scale;  // x to what the mask is added to
   bool masked, causal;
   int32_t queries;  // rows of a causal square
   Divisor by_queries;
@@ -33,6 +45,7 @@ struct ForwardArgs {
   bool shared;  // `heads` rows, `rows_apart` from each other, have one row of the mask
   Divisor heads, rows_apart;
 
+  __device__ Parts cut() const { return parts; }
   // Rows that share a row of the mask are taken one after another, while that is still near: at 2x8x2048x4096, where
   // the mask has 32 MiB, 157 us instead of 189.
   __device__ int64_t place(int64_t index) const {
@@ -51,27 +64,27 @@ struct ForwardArgs {
                                       : static_cast<int>(row % queries);
     return max(query + width - queries + 1, 0);
   }
-
-  // How the scores around a row's largest value are taken.
-  __device__ Level level(float top, bool other_sign) const {
-    Level taken(top, unit);
-    if (other_sign) taken.unit = -taken.unit;
-    return taken;
-  }
 };
 
-struct BackwardArgs {
-  // What every launch reads first, as above.
+struct NearBackward {
+  static constexpr bool chained = false;  // costs 0.07 us, and what comes before a backward is never this short
+  static constexpr bool large = false;    // see BackwardArgs
   const char *dy, *y;
   char* dx;  // contiguous
-  int64_t row_bytes;
+  int64_t rows;
   int32_t width;
   float scale;
+
+  __device__ static Parts cut() { return {}; }
+};
+
+struct BackwardArgs : NearBackward {
   bool adjacent;  // dy and y are contiguous too
-  bool chained, large;
-  int64_t rows;
+  bool large;
   Parts parts;
   Rows dy_rows, y_rows;
+
+  __device__ Parts cut() const { return parts; }
 };
 
 // x of one vector with the mask: in fp32 and ready, so that the mask is read once. `seen` is how many of the vector's
@@ -84,9 +97,9 @@ __device__ inline void mask_values(float scale, const float (&mask)[N], int seen
   for (int i = 0; seen < N && i < N; ++i) value[i] = i < seen ? value[i] : -infinity();
 }
 
-// Where a row with a mask waits in fp32, powers can wait in the values' place: a multiplication takes them to where the
-// row's largest value counts as 0, instead of another power. That is one rounding more, which rows of 16 bits do not
-// show.
+// Where a row with a mask waits in fp32, powers can wait in the values' place: those of a part are taken by a
+// multiplication to where the row's largest value counts as 0, instead of made once more. That is one rounding more,
+// which rows of 16 bits do not show.
 template <typename X>
 constexpr bool kPowersWait = sizeof(X) == 2;
 
@@ -100,27 +113,43 @@ template <typename X, typename C, bool kMasked>
 constexpr int kForwardBlocks = fitting_blocks(
     C::kThreads, kMasked&& C::kBlocks > 1 ? masked_threads(C::kVecs * kVec<X>) / C::kThreads : C::kBlocks);
 
+// Where a row of a contiguous tensor begins: below 2^32 where L2 holds the tensor.
+template <typename X, bool kNear>
+__device__ inline int64_t row_offset(int64_t row, int32_t width) {
+  const int64_t bytes = width * static_cast<int64_t>(sizeof(X));
+  return kNear ? static_cast<uint32_t>(row) * static_cast<uint32_t>(bytes) : row * bytes;
+}
+
 template <typename X, typename C, bool kParted, bool kMasked>
 __global__ void __launch_bounds__(C::kThreads, (kForwardBlocks<X, C, kMasked>))
-    softmax_forward_kernel(const __grid_constant__ ForwardArgs a) {
+    softmax_forward_kernel(const __grid_constant__ std::conditional_t<C::kNear, NearForward, ForwardArgs> a) {
   constexpr int N = kVec<X>;
-  constexpr bool kSoon = C::kKind != Kind::kMany, kWide = C::kKind == Kind::kWide;
-  __shared__ float scratch[2 * C::kThreads / kWarp];
+  constexpr bool kNear = C::kNear, kWide = C::kKind == Kind::kWide;
+  __shared__ alignas(16) float scratch[2][C::kThreads / kWarp];
   __shared__ std::conditional_t<kParted, Exchange<2>, char> exchange;
-  if (kSoon || a.chained) {
+  if constexpr (kParted) exchange.init();
+  Place<X, C, kParted> at(a.cut(), a.rows, a.width);
+  int seen = a.width;
+  const char* mask_row = nullptr;
+  if constexpr (kMasked) {
+    at.row = a.place(at.row);
+    seen = at.count > 0 ? a.visible(at.row) : 0;
+    if (a.mask.present() && at.count > 0) mask_row = a.mask.row(at.row);
+  }
+  const int64_t offset = row_offset<X, kNear>(at.row, a.width) + at.skip * 16;
+  const char* x_row = a.x + offset;
+  if constexpr (!kNear) {
+    if (unlikely(!a.adjacent)) x_row = a.x_rows.row(at.row) + at.skip * 16;
+  } else {
+    warm(x_row), warm(a.y + offset);
+  }
+  if (C::kSoon || a.chained) {
     allow_next_kernel();
     wait_for_previous_kernel();
   }
-  if constexpr (kParted) exchange.init();
-  Place<X, C, kParted> at(a.parts, a.rows, a.width);
-  if (kMasked) at.row = a.place(at.row);
-  const int seen = kMasked ? (at.count > 0 ? a.visible(at.row) : 0) : a.width;
-  const int64_t offset = kSoon ? blockIdx.x * static_cast<uint32_t>(a.row_bytes) : at.row * a.row_bytes + at.skip * 16;
-  const char* x_row = kSoon || likely(a.adjacent) ? a.x + offset : a.x_rows.row(at.row) + at.skip * 16;
-  const uint64_t policy = read_policy(!kSoon && a.large);
-  const bool falls = !kSoon && a.falls;
+  const uint64_t policy = read_policy(a.large);
+  const bool falls = a.falls;
 
-  const char* mask_row = kMasked && a.mask.present() && at.count > 0 ? a.mask.row(at.row) : nullptr;
   // Whether any column of a lane's vector may be seen: those that may not are neither read nor raised to any power.
   auto shows = [&](int v) {
     const int i = at.lane + v * C::kLanes;
@@ -132,25 +161,28 @@ __global__ void __launch_bounds__(C::kThreads, (kForwardBlocks<X, C, kMasked>))
     const char* from = x_row + (at.lane + v * C::kLanes) * 16;
     raw[v] = make_uint4(0, 0, 0, 0);
     if (shows(v))
-      raw[v] = kSoon ? load_vector(from) : kMasked ? load_vector_once(from, policy) : load_vector(from, policy);
+      raw[v] = kNear ? load_vector(from) : kMasked ? load_vector_once(from, policy) : load_vector(from, policy);
   }
 
   // Asked for while x is still on its way, where a thread has registers for it.
   constexpr bool kMaskFirst = kMasked && C::kHeld * N <= 32;
   ConstantVector<N> mask[kMaskFirst ? C::kHeld : 1];
   auto load_mask = [&](int v, ConstantVector<N>& to) {
-    if (mask_row != nullptr && shows(v)) to.load(mask_row, a.mask.dtype, at.skip + at.lane + v * C::kLanes);
+    if constexpr (kMasked) {
+      if (mask_row != nullptr && shows(v)) to.load(mask_row, a.mask.dtype, at.skip + at.lane + v * C::kLanes);
+    }
   };
 #pragma unroll
   for (int v = 0; kMaskFirst && v < C::kHeld; ++v) load_mask(v, mask[v]);
 
-  std::conditional_t<kMasked, FloatVector<X>, PackedVector<X>> held[C::kHeld];
-  Power<X> mine = {-infinity(), 0.0f};
+  // What waits: x, with a mask in fp32, until its powers take its place or are made once more.
+  constexpr bool kPowers = C::kSoon || (kMasked && kPowersWait<X>);
+  std::conditional_t<kMasked || kPowers, FloatVector<X>, PackedVector<X>> held[C::kHeld];
+  Power<X> mine = {-infinity(), 0.0f};  // of the row, or of the part of it that this block has
+  if constexpr (kMasked) {
 #pragma unroll
-  for (int v = 0; v < C::kHeld; ++v) {
-    if constexpr (!kMasked) {
-      held[v].raw = raw[v];
-    } else if (shows(v)) {
+    for (int v = 0; v < C::kHeld; ++v) {
+      if (!shows(v)) continue;
       float value[N], added[N] = {};
       unpack<X>(raw[v], value);
       if (!kMaskFirst) load_mask(v, mask[0]);
@@ -159,8 +191,7 @@ __global__ void __launch_bounds__(C::kThreads, (kForwardBlocks<X, C, kMasked>))
       held[v].set(value);
       mine.top = largest(value, mine.top);
     }
-  }
-  if constexpr (!kMasked) {
+  } else {
     float smallest = infinity();
 #pragma unroll
     for (int v = 0; v < C::kHeld; ++v) {
@@ -173,38 +204,47 @@ __global__ void __launch_bounds__(C::kThreads, (kForwardBlocks<X, C, kMasked>))
     }
     if (falls) mine.top = -smallest;
   }
-  if constexpr (kWide) mine.top = lane_max<kSlots<C::kVecs>>(mine.top);
+  constexpr int kTogether = kWide ? C::kThreads : C::kLanes;  // threads of a row
+  mine.top = row_max<kTogether, C::kSoon>(mine.top, scratch[0] + at.group * C::kLanes / kWarp);
   const Level near = a.level(mine.top, falls);
-  constexpr bool kPowers = kMasked && kPowersWait<X>;
 #pragma unroll
   for (int v = 0; v < C::kHeld; ++v) {
+    if constexpr (!kMasked && !kPowers) held[v].raw = raw[v];
     if (!shows(v)) continue;
     float value[N];
-    held[v].get(value);
+    if constexpr (kMasked) {
+      held[v].get(value);
+    } else {
+      unpack<X>(raw[v], value);
+    }
     to_powers<X>(value, near);
     mine.sum += sum_of(value);
     if constexpr (kPowers) held[v].set(value);
   }
-  Power<X> whole;
   if constexpr (kWide) {
-    whole = meet_wide<C::kLanes, C::kVecs>(mine, a.unit, scratch);
+    float sums[1] = {mine.sum};
+    wide_sums<C::kLanes, C::kVecs>(sums, scratch[1]);
+    mine.sum = sums[0];
   } else {
-    whole = meet<C::kLanes, kSoon>(mine, a.unit, scratch + 2 * at.group * C::kLanes / kWarp);
+    mine.sum = row_sum<C::kLanes, C::kSoon>(mine.sum, scratch[1] + at.group * C::kLanes / kWarp);
   }
+  Power<X> whole = mine;
   if constexpr (kParted) {
-    exchange.share({whole.top, whole.sum}, a.parts.count, at.rank);
+    exchange.share({mine.top, mine.sum}, a.parts.count, at.rank);
     whole = sum_of_parts<X>(a.parts.count, a.unit,
                             [&](int p) { return Power<X>{exchange.values[p][0], exchange.values[p][1]}; });
   }
   const float inverse = kMasked && whole.sum == 0.0f ? 0.0f : Base<X>::inverse(whole.sum);
-  const Level level = a.level(whole.top, falls);
-  const float share = kPowers ? mine.share(whole.top, a.unit) * inverse : inverse;
+  const Level level = kParted ? a.level(whole.top, falls) : near;
+  const float share = kParted && kPowers ? mine.share(whole.top, a.unit) * inverse : inverse;
   char* y_row = a.y + offset;
 #pragma unroll
   for (int v = 0; v < C::kHeld; ++v) {
     const int i = at.lane + v * C::kLanes;
+    if (i >= at.count) continue;
     float value[N];
     if (!kMasked || shows(v)) {
+      if constexpr (!kPowers) held[v].forget();
       held[v].get(value);
       if (!kPowers) to_powers<X>(value, level);
 #pragma unroll
@@ -213,7 +253,7 @@ __global__ void __launch_bounds__(C::kThreads, (kForwardBlocks<X, C, kMasked>))
 #pragma unroll
       for (float& one : value) one = 0.0f * inverse;  // NaN where the row has one
     }
-    if (i < at.count) store_floats<X>(y_row + i * 16, value);
+    store_floats<X>(y_row + i * 16, value);
   }
 }
 
@@ -222,8 +262,7 @@ template <typename X, int kLanes>
 __global__ void __launch_bounds__(any_threads(kLanes), 1024 / any_threads(kLanes))
     softmax_forward_any_kernel(const __grid_constant__ ForwardArgs a) {
   constexpr int N = kVec<X>;
-  constexpr int kScratch = 2 * any_threads(kLanes) / kWarp;
-  __shared__ float scratch[2][kScratch];
+  __shared__ float scratch[2][any_threads(kLanes) / kWarp];
   const int group = threadIdx.x / kLanes;
   const int lane = threadIdx.x % kLanes;
   const int64_t index = static_cast<int64_t>(blockIdx.x) * (any_threads(kLanes) / kLanes) + group;
@@ -250,32 +289,31 @@ __global__ void __launch_bounds__(any_threads(kLanes), 1024 / any_threads(kLanes
   };
 
   Power<X> met[kMaxParts];
-  float tops[kMaxParts];  // of this lane's values
   for (int part = 0; part < a.parts.count; ++part) {
     const int begin = part * a.parts.vectors * N, end = min(width, begin + a.parts.vectors * N);
-    Power<X> mine = {-infinity(), 0.0f};
+    float top = -infinity(), sum = 0.0f;
     each(begin, end, [&](const Span&, float (&value)[N], int here) {
 #pragma unroll
       for (float& one : value) one = a.falls ? -one : one;
-      mine.top = largest(value, mine.top, here);
+      top = largest(value, top, here);
     });
-    const Level near = a.level(mine.top, a.falls);
+    top = row_max<kLanes>(top, scratch[0] + group * kLanes / kWarp);
+    const Level near = a.level(top, a.falls);
     each(begin, end, [&](const Span&, float (&value)[N], int here) {
       to_powers<X>(value, near);
-      mine.sum += sum_of(value, here);
+      sum += sum_of(value, here);
     });
-    tops[part] = mine.top;
-    met[part] = meet<kLanes>(mine, a.unit, &scratch[part % 2][2 * group * kLanes / kWarp]);
+    met[part] = {top, row_sum<kLanes>(sum, scratch[1] + group * kLanes / kWarp)};
   }
   const Power<X> whole =
       a.parts.count == 1 ? met[0] : sum_of_parts<X>(a.parts.count, a.unit, [&](int p) { return met[p]; });
   const float inverse = masked && whole.sum == 0.0f ? 0.0f : Base<X>::inverse(whole.sum);
-  char* y_row = a.y + row * a.row_bytes;
+  char* y_row = a.y + row_offset<X, false>(row, a.width);
   for (int part = 0; part < a.parts.count; ++part) {
     const int begin = part * a.parts.vectors * N, end = min(width, begin + a.parts.vectors * N);
-    const bool powers = masked && kPowersWait<X>;
-    const Level level = a.level(powers ? tops[part] : whole.top, a.falls);
-    const float share = powers ? Power<X>{tops[part], 0.0f}.share(whole.top, a.unit) * inverse : inverse;
+    const bool powers = masked && kPowersWait<X> && a.parts.count > 1;
+    const Level level = a.level(powers ? met[part].top : whole.top, a.falls);
+    const float share = powers ? met[part].share(whole.top, a.unit) * inverse : inverse;
     each(begin, end, [&](const Span& span, float (&value)[N], int) {
       to_powers<X>(value, level);
 #pragma unroll
@@ -308,28 +346,28 @@ constexpr int kBackwardBlocks = fitting_blocks(C::kThreads, C::kBlocks > 1 ? C::
 
 template <typename X, typename C, bool kParted>
 __global__ void __launch_bounds__(C::kThreads, (kBackwardBlocks<C>))
-    softmax_backward_kernel(const __grid_constant__ BackwardArgs a) {
+    softmax_backward_kernel(const __grid_constant__ std::conditional_t<C::kNear, NearBackward, BackwardArgs> a) {
   constexpr int N = kVec<X>;
-  constexpr bool kSoon = C::kKind != Kind::kMany, kWide = C::kKind == Kind::kWide;
-  __shared__ float scratch[C::kThreads / kWarp];
+  constexpr bool kNear = C::kNear, kWide = C::kKind == Kind::kWide;
+  __shared__ alignas(16) float scratch[C::kThreads / kWarp];
   __shared__ std::conditional_t<kParted, Exchange<1>, char> exchange;
-  if (kSoon || a.chained) {
-    allow_next_kernel();
-    wait_for_previous_kernel();
-  }
   if constexpr (kParted) exchange.init();
-  const Place<X, C, kParted> at(a.parts, a.rows, a.width);
-  const int64_t offset = kSoon ? blockIdx.x * static_cast<uint32_t>(a.row_bytes) : at.row * a.row_bytes + at.skip * 16;
+  const Place<X, C, kParted> at(a.cut(), a.rows, a.width);
+  const int64_t offset = row_offset<X, kNear>(at.row, a.width) + at.skip * 16;
   const char *dy_row = a.dy + offset, *y_row = a.y + offset;
-  if (!kSoon && unlikely(!a.adjacent)) {
-    dy_row = a.dy_rows.row(at.row) + at.skip * 16, y_row = a.y_rows.row(at.row) + at.skip * 16;
+  if constexpr (!kNear) {
+    if (unlikely(!a.adjacent)) {
+      dy_row = a.dy_rows.row(at.row) + at.skip * 16, y_row = a.y_rows.row(at.row) + at.skip * 16;
+    }
+  } else {
+    warm(dy_row), warm(y_row), warm(a.dx + offset);
   }
-  const uint64_t policy = read_policy(!kSoon && a.large);
+  const uint64_t policy = read_policy(a.large);
   Loaded<X, X, true> loaded[C::kHeld];  // dy, and y in the residual's place
 #pragma unroll
   for (int v = 0; v < C::kHeld; ++v) {
     const int i = at.lane + v * C::kLanes;
-    if constexpr (kSoon) {
+    if constexpr (kNear) {
       loaded[v].load_if(i < at.count, dy_row + i * 16, y_row + i * 16);
     } else {
       loaded[v].load_if(i < at.count, dy_row + i * 16, y_row + i * 16, policy);
@@ -347,7 +385,7 @@ __global__ void __launch_bounds__(C::kThreads, (kBackwardBlocks<C>))
     wide_sums<C::kLanes, C::kVecs>(dots, scratch);
     dot = dots[0];
   } else {
-    dot = row_sum<C::kLanes>(dot, scratch + at.group * C::kLanes / kWarp);
+    dot = row_sum<C::kLanes, C::kSoon>(dot, scratch + at.group * C::kLanes / kWarp);
   }
   if constexpr (kParted) {
     exchange.share({dot}, a.parts.count, at.rank);
@@ -398,7 +436,7 @@ __global__ void __launch_bounds__(any_threads(kLanes), 1024 / any_threads(kLanes
     float dy[N], y[N];
     load(span, dy, y);
     gradient(dy, y, dot, a.scale);
-    store_elements(a.dx + row * a.row_bytes, kDType<X>, span, dy);
+    store_elements(a.dx + row_offset<X, false>(row, a.width), kDType<X>, span, dy);
   }
 }
 
@@ -407,7 +445,7 @@ __global__ void __launch_bounds__(any_threads(kLanes), 1024 / any_threads(kLanes
 template <typename X, bool kMasked>
 struct ForwardKernels {
   using Whole = std::conditional_t<kMasked, MaskedConfigs, UpTo1024Vectors>;
-  using Few = std::conditional_t<kMasked, void, FewRows>;  // configurations for a few rows, if there are any
+  static constexpr bool kEveryKind = !kMasked;
   template <typename C, bool kParted>
   static auto of() {
     return softmax_forward_kernel<X, C, kParted, kMasked>;
@@ -421,7 +459,7 @@ struct ForwardKernels {
 template <typename X>
 struct BackwardKernels {
   using Whole = UpTo1024Vectors;
-  using Few = FewRows;
+  static constexpr bool kEveryKind = true;
   template <typename C, bool kParted>
   static auto of() {
     return softmax_backward_kernel<X, C, kParted>;
@@ -471,7 +509,6 @@ Status softmax_forward(const Input& x, const OptionalInput& mask, double scale, 
     a.x = a.x_rows.data, a.adjacent = a.x_rows.adjacent;
     a.y = static_cast<char*>(y.data);
     a.rows = rows, a.width = static_cast<int32_t>(width), a.scale = static_cast<float>(scale);
-    a.row_bytes = width * static_cast<int64_t>(sizeof(X));
     // A scale of 0 is for the kernel that multiplies by it first: the score of a lane without a value would be NaN.
     const bool masked = causal || mask.present() || a.scale == 0.0f;
     a.unit = std::fmin(softmax::Base<X>::kUnit * (masked ? 1.0f : std::fabs(a.scale)), FLT_MAX),
@@ -485,7 +522,7 @@ Status softmax_forward(const Input& x, const OptionalInput& mask, double scale, 
     a.chained = facts.capability >= 90 && rows <= 2 * facts.multiprocessors;
     a.large = 2 * rows * width * static_cast<int64_t>(sizeof(X)) > facts.l2_bytes;
     const bool vectors = a.x_rows.vectors && a.mask.vectors;
-    a.adjacent &= !a.falls;  // for the kernel for a few rows
+    a.adjacent &= !a.falls;  // the kernels for rows that follow one another do not ask for it
     const auto launch = masked ? softmax::launch_rows<X, softmax::ForwardKernels<X, true>, softmax::ForwardArgs>
                                : softmax::launch_rows<X, softmax::ForwardKernels<X, false>, softmax::ForwardArgs>;
     return launch(a, rows, vectors, facts, guard.device(), cuda_stream(stream));
@@ -508,10 +545,9 @@ Status softmax_backward(const Input& dy, const Input& y, double scale, const Lik
     softmax::BackwardArgs a = {};
     a.dy_rows = make_rows(dy, width, kVec<X>), a.y_rows = make_rows(y, width, kVec<X>);
     a.dy = a.dy_rows.data, a.y = a.y_rows.data, a.adjacent = a.dy_rows.adjacent && a.y_rows.adjacent;
-    a.dx = static_cast<char*>(dx.data), a.row_bytes = width * static_cast<int64_t>(sizeof(X));
+    a.dx = static_cast<char*>(dx.data);
     a.rows = rows, a.width = static_cast<int32_t>(width), a.scale = static_cast<float>(scale);
     a.parts = softmax::parts_of<X>(width);
-    a.chained = facts.capability >= 90 && rows <= 2 * facts.multiprocessors;
     a.large = 3 * rows * width * static_cast<int64_t>(sizeof(X)) > facts.l2_bytes;
     return softmax::launch_rows<X, softmax::BackwardKernels<X>>(a, rows, a.dy_rows.vectors && a.y_rows.vectors, facts,
                                                                 guard.device(), cuda_stream(stream));

@@ -25,6 +25,10 @@ using UpTo1024Vectors = ConfigList<Config<8, 1, 128, 1>, Config<16, 1, 128, 1>, 
 using FewRows = ConfigList<Config<32, 3, 128, 1, Kind::kWide>, Config<64, 2, 128, 1, Kind::kWide>,
                            Config<128, 2, 128, 1, Kind::kSoon>, Config<256, 2, 256, 1, Kind::kSoon>,
                            Config<256, 4, 256, 1, Kind::kSoon>>;
+// Rows that follow one another in tensors that fit L2. The code for strides lies between a kernel's start and its
+// loads, and a call of ten microseconds waits for it: 0.2 us at 4096x768.
+using NearRows = ConfigList<Config<32, 2, 128, 10, Kind::kNear>, Config<32, 3, 128, 8, Kind::kNear>,
+                            Config<64, 2, 128, 10, Kind::kNear>, Config<128, 2, 128, 10, Kind::kNear>>;
 // Up to 16384 elements of 16 bits or 32: a row, and a part of one. Blocks of a cluster wait for each other, and a fifth
 // fills the time; a block that has its row for itself would pay for it with registers.
 template <typename X, bool kParted>
@@ -145,10 +149,10 @@ __device__ inline float sum_of(const float (&power)[N], int here = N) {
 }
 
 // The lanes of a row, or of a part, meet: each gets the whole. `scratch` has 2 * kLanes / 32 floats of this row's own.
-template <int kLanes, bool kSoon = false, typename X>
+template <int kLanes, typename X>
 __device__ inline Power<X> meet(Power<X> mine, float unit, float* scratch) {
   constexpr int kShuffled = kLanes < kWarp ? kLanes : kWarp;
-  const float top = kSoon ? warp_max_soon(mine.top) : lane_max<kShuffled>(mine.top);
+  const float top = lane_max<kShuffled>(mine.top);
   Power<X> met = {top, lane_sum<kShuffled>(mine.below(top, unit))};
   if constexpr (kLanes > kWarp) {
     constexpr int kWarps = kLanes / kWarp;
@@ -156,37 +160,8 @@ __device__ inline Power<X> meet(Power<X> mine, float unit, float* scratch) {
     if (lane % kWarp == 0) scratch[lane / kWarp] = met.top, scratch[kWarps + lane / kWarp] = met.sum;
     __syncthreads();
     const Power<X> warp = {scratch[lane % kWarps], scratch[kWarps + lane % kWarps]};
-    met.top = kSoon ? warp_max_soon(warp.top) : lane_max<kWarps>(warp.top);  // each is there several times
+    met.top = lane_max<kWarps>(warp.top);
     met.sum = lane_sum<kWarps>(warp.below(met.top, unit));
-  }
-  return met;
-}
-
-// The same where each lane has a thread for each of its kTurns vectors: `mine` is that of the thread's vector, below
-// the top of its lane. `scratch` has two floats for every warp.
-template <int kLanes, int kTurns, typename X>
-__device__ inline Power<X> meet_wide(Power<X> mine, float unit, float* scratch) {
-  constexpr int kNear = kSlots<kTurns>, kWarps = kLanes * kNear / kWarp;  // kNear warps have what meet has in one
-  const int warp = threadIdx.x / kWarp, other = threadIdx.x % kWarps;
-  const float mine_top = warp_max_soon(mine.top);
-  if (threadIdx.x % kWarp == 0) scratch[warp] = mine_top;
-  mine.sum = turn_sum<kTurns>(mine.sum);
-  __syncthreads();
-  auto top_near = [&](int of) {
-    float top = scratch[of / kNear * kNear];
-#pragma unroll
-    for (int w = 1; w < kNear; ++w) top = fmaxf(top, scratch[of / kNear * kNear + w]);
-    return top;
-  };
-  const float sum = spread_sum<kNear>(mine.below(top_near(warp), unit));
-  if (threadIdx.x % kWarp == 0) scratch[kWarps + warp] = sum;
-  __syncthreads();
-  Power<X> met = {top_near(other), lane_sum<kNear>(scratch[kWarps + other])};
-  if constexpr (kWarps > kNear) {
-    const float top = lane_max<kWarps>(met.top);
-    met.sum = met.below(top, unit), met.top = top;
-#pragma unroll
-    for (int step = kNear; step < kWarps; step *= 2) met.sum += __shfl_xor_sync(0xffffffffu, met.sum, step);
   }
   return met;
 }
@@ -214,7 +189,8 @@ void with_config(const Parts& parts, const Held& held, const Parted& parted) {
 }
 
 // A kernel over rows: the one of `Kernels` for their width, or for any rows where they are no vectors or this device
-// has no clusters. `a.chained` says that they are few.
+// has no clusters. With Kernels::kEveryKind there are kernels for few rows, and for rows that follow one another in
+// tensors that L2 holds, which `a.large` denies. `a.chained`: the kernel waits for the one before it by itself.
 template <typename X, typename Kernels, typename Args>
 Status launch_rows(const Args& a, int64_t rows, bool vectors, const DeviceFacts& facts, int device,
                    cudaStream_t stream) {
@@ -239,10 +215,10 @@ Status launch_rows(const Args& a, int64_t rows, bool vectors, const DeviceFacts&
       any(config);
     }
   };
-  if constexpr (!std::is_void_v<typename Kernels::Few>) {
-    const bool near = rows * a.parts.vectors < int64_t{1} << 24;
-    if (vectors && a.chained && a.adjacent && near && a.parts.count == 1 && a.parts.vectors > kWarp &&
-        Kernels::Few::pick(a.parts.vectors, held)) {
+  if constexpr (Kernels::kEveryKind) {
+    const bool near = vectors && a.adjacent && !a.large && a.parts.count == 1 && a.parts.vectors > kWarp;
+    const bool few = rows <= 2 * facts.multiprocessors;
+    if (near && (few ? FewRows::pick(a.parts.vectors, held) : NearRows::pick(a.parts.vectors, held))) {
       return status;
     }
   }
