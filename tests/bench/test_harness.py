@@ -126,6 +126,8 @@ def test_forward_and_backward_are_captured_into_graphs() -> None:
         backward = timer.device_time(lambda: torch.autograd.grad(y, x, cotangent, retain_graph=True))
         with torch.no_grad():
             forward = timer.device_time(lambda: torch.nn.functional.rms_norm(x, (512,)))
+        samples, graph = timer.device_samples(lambda: x.detach() + 1, most=4)
+    assert (len(samples), graph) == (4, True)
     assert forward.graph
     assert backward.graph
     assert timer.decode_latency(harness.empty_kernel("cuda")).graph

@@ -15,7 +15,6 @@ import pytest
 import torch
 
 from fuselm.bench import accuracy, kernels, latency, peers, report, tensors
-from fuselm.bench.harness import Timing
 from fuselm.bench.kernels import Plan
 from fuselm.bench.report import Results
 from fuselm.kernels.linear_cross_entropy import HeadCase
@@ -115,22 +114,22 @@ def test_wrong_numbers_become_a_note_and_no_row(monkeypatch: pytest.MonkeyPatch)
     assert "NaN" in found.notes[0]["note"]
 
 
-def test_short_calls_take_turns_elsewhere_in_memory_and_the_best_of_each_counts() -> None:
+def test_short_calls_take_turns_elsewhere_in_memory_and_all_repeats_count() -> None:
     order: list[str] = []
     places: list[int] = []
-    times = {"a": itertools.cycle([6.0, 4.0, 5.0]), "b": itertools.cycle([8.0, 9.0, 7.5])}
+    times = {"a": itertools.cycle([[6.0, 4.0], [5.0, 3.0]]), "b": itertools.cycle([[5.0], [6.0]])}
 
     class Clock:
         device = "cpu"
 
-        def device_time(self, call: Callable[[], str], capture: bool) -> Timing:
+        def device_samples(self, call: Callable[[], str], capture: bool, most: int) -> tuple[list[float], bool]:
             order.append(call())
-            us = next(times[order[-1]])
-            return Timing(us, us - 1, us + 1, capture)
+            assert most == kernels.TURN_REPEATS
+            return next(times[order[-1]]), capture
 
-    def row(us: float) -> dict[str, Any]:
+    def row(us: float, which: str = "forward") -> dict[str, Any]:
         timed = {"gpu_us": us, "gpu_us_p10": us, "gpu_us_p90": us, "graph": False, "share_of_copy": 1.0}
-        return {**timed, "pass": "forward", "bytes": 16_000_000, "copy_us": 2.0, "tbytes_per_s": 0.0, "impl": "kept"}
+        return {**timed, "pass": which, "bytes": 18_000_000, "copy_us": 2.25, "tbytes_per_s": 0.0, "impl": "kept"}
 
     def implementation(name: str) -> Callable[..., str]:
         def call(**given: torch.Tensor) -> str:
@@ -143,18 +142,22 @@ def test_short_calls_take_turns_elsewhere_in_memory_and_the_best_of_each_counts(
     case = next(case for case in op.bench_cases if not case.options)
     case = replace(case, shape=(2, 8))
     bench = kernels.Bench(op, case, Clock(), tensors.make_inputs(op, case, "cpu"))  # type: ignore[arg-type]
-    rows = {"a": row(5.0), "b": row(7.0)}
+    rows = {"a": row(5.0), "b": row(6.0), "far": row(6.6)}
     kernels.take_turns(bench, [(rows[name], peers.Peer(implementation(name))) for name in rows])
-    assert order == ["a", "b"] * (kernels.TURNS - 1)
+    assert order == ["a", "b", "b", "a"] * (kernels.TURNS // 2)  # none is always the first
     assert places[::2] == places[1::2]  # both see the same memory in a turn
-    assert len({bench.tensors["x"].data_ptr(), *places}) == kernels.TURNS  # and other memory in the next
-    assert {key: rows["a"][key] for key in ("gpu_us", "gpu_us_p10", "gpu_us_p90")} == {
-        "gpu_us": 4.0,
+    assert len({bench.tensors["x"].data_ptr(), *places}) == kernels.TURNS + 1  # and other memory in the next
+    assert rows["a"] == row(5.0) | {
+        "gpu_us": 4.5,
         "gpu_us_p10": 3.0,
-        "gpu_us_p90": 5.0,
+        "gpu_us_p90": 6.0,
+        "share_of_copy": 0.5,
+        "tbytes_per_s": 4.0,
     }
-    assert (rows["a"]["share_of_copy"], rows["a"]["tbytes_per_s"], rows["a"]["impl"]) == (0.5, 4.0, "kept")
-    assert rows["b"] == row(7.0)  # none of its turns was better
+    assert rows["b"]["gpu_us"] == 5.5
+    assert rows["far"] == row(6.6)  # too far behind for a second look
+    kernels.take_turns(bench, [])  # nothing short, nothing to do
+    assert len(order) == 2 * kernels.TURNS
 
 
 def test_a_used_up_budget_is_noted_case_by_case() -> None:

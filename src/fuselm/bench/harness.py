@@ -89,15 +89,18 @@ class Timer:
 
     def device_time(self, fn: Call, capture: bool = True) -> Timing:
         """How long the device works on one call, as a CUDA graph unless told otherwise or it cannot be captured."""
+        return timing_of(*self.device_samples(fn, capture))
+
+    def device_samples(self, fn: Call, capture: bool = True, most: int = GPU_REPEATS[1]) -> tuple[list[float], bool]:
+        """Microseconds of each repeat, of which a GPU makes so many at most; whether a CUDA graph was replayed."""
         if not self.on_gpu:
-            samples = self._cpu_samples(fn)
-            return _timing(samples, graph=False)
+            return self._cpu_samples(fn), False
         with self.lane():
             self._spin_up()
             self._warm_up(fn)
             graph = self._capture(fn, calls=1) if capture else None
-            samples = self._cold_samples(fn if graph is None else graph.replay, spin=graph is None)
-        return _timing(samples, graph=graph is not None)
+            samples = self._cold_samples(fn if graph is None else graph.replay, graph is None, most)
+        return samples, graph is not None
 
     def call_time(self, fn: Call, calls: int = 20, batches: int = 5, gpu_us: float = 0.0) -> float:
         """Microseconds the host needs for one call, launch included, when calls follow each other without waiting.
@@ -210,12 +213,12 @@ class Timer:
             return None
         return graph
 
-    def _cold_samples(self, launch: Call, spin: bool) -> list[float]:
+    def _cold_samples(self, launch: Call, spin: bool, most: int) -> list[float]:
         """Repeats, each after L2 was overwritten. Enqueued together: the flush hides the launch that follows it."""
         probe = statistics.median(self._event_samples(launch, 3, before=lambda: self._overwrite_l2(spin)))
         # The flush takes about as long as writing its bytes three times at 3 TB/s, and counts towards the time spent.
         flush_us = 3 * self._flush.nbytes / 3e6 + (1000 if spin else 0)
-        repeats = _clamp(GPU_SECONDS * 1e6 / (probe + flush_us), GPU_REPEATS)
+        repeats = _clamp(GPU_SECONDS * 1e6 / (probe + flush_us), (min(GPU_REPEATS[0], most), most))
         return self._event_samples(launch, repeats, before=lambda: self._overwrite_l2(spin))
 
     def _overwrite_l2(self, spin: bool) -> None:
@@ -266,6 +269,7 @@ def _clamp(wanted: float, limits: tuple[int, int]) -> int:
     return int(min(max(wanted, limits[0]), limits[1]))
 
 
-def _timing(samples: Sequence[float], graph: bool) -> Timing:
+def timing_of(samples: Sequence[float], graph: bool) -> Timing:
+    """What is said of a call's repeats."""
     p10, median, p90 = map(float, np.percentile(samples, (10, 50, 90)))
     return Timing(median, p10, p90, graph)
