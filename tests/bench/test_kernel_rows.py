@@ -7,6 +7,7 @@ import io
 import itertools
 import json
 import math
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -114,7 +115,7 @@ def test_wrong_numbers_become_a_note_and_no_row(monkeypatch: pytest.MonkeyPatch)
     assert "NaN" in found.notes[0]["note"]
 
 
-def test_short_calls_take_turns_elsewhere_in_memory_and_all_repeats_count() -> None:
+def test_short_calls_take_turns_elsewhere_in_memory_and_all_repeats_count(monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
     places: list[int] = []
     times = {"a": itertools.cycle([[6.0, 4.0], [5.0, 3.0]]), "b": itertools.cycle([[5.0], [6.0]])}
@@ -125,7 +126,7 @@ def test_short_calls_take_turns_elsewhere_in_memory_and_all_repeats_count() -> N
         def device_samples(self, call: Callable[[], str], capture: bool, most: int) -> tuple[list[float], bool]:
             order.append(call())
             assert most == kernels.TURN_REPEATS
-            return next(times[order[-1]]), capture
+            return next(times[order[-1]]), capture and order[-1] == "a"
 
     def row(us: float, which: str = "forward") -> dict[str, Any]:
         timed = {"gpu_us": us, "gpu_us_p10": us, "gpu_us_p90": us, "graph": False, "share_of_copy": 1.0}
@@ -138,11 +139,23 @@ def test_short_calls_take_turns_elsewhere_in_memory_and_all_repeats_count() -> N
 
         return call
 
+    def made(*arguments: Any) -> Callable[[], str]:
+        assert not any(call() for call in calls), "the call before is still there"
+        call = made_by_kernels(*arguments)
+        calls.append(weakref.ref(call))
+        return call
+
+    calls: list[weakref.ref[Any]] = []
+    made_by_kernels = kernels.make_call
+    monkeypatch.setattr(kernels, "make_call", made)
+
     op = ops()["softmax"]
     case = next(case for case in op.bench_cases if not case.options)
     case = replace(case, shape=(2, 8))
     bench = kernels.Bench(op, case, Clock(), tensors.make_inputs(op, case, "cpu"))  # type: ignore[arg-type]
     rows = {"a": row(5.0), "b": row(6.0), "far": row(6.6)}
+    other = row(9.0, "backward"), peers.Peer(None)
+    assert kernels.worth_turns([(rows["far"], other[1]), other]) == [(rows["far"], other[1]), other]
     kernels.take_turns(bench, [(rows[name], peers.Peer(implementation(name))) for name in rows])
     assert order == ["a", "b", "b", "a"] * (kernels.TURNS // 2)  # none is always the first
     assert places[::2] == places[1::2]  # both see the same memory in a turn
@@ -151,10 +164,11 @@ def test_short_calls_take_turns_elsewhere_in_memory_and_all_repeats_count() -> N
         "gpu_us": 4.5,
         "gpu_us_p10": 3.0,
         "gpu_us_p90": 6.0,
+        "graph": True,
         "share_of_copy": 0.5,
         "tbytes_per_s": 4.0,
     }
-    assert rows["b"]["gpu_us"] == 5.5
+    assert (rows["b"]["gpu_us"], rows["b"]["graph"]) == (5.5, False)
     assert rows["far"] == row(6.6)  # too far behind for a second look
     kernels.take_turns(bench, [])  # nothing short, nothing to do
     assert len(order) == 2 * kernels.TURNS

@@ -440,20 +440,18 @@ def test_a_row_and_its_gradient_have_the_same_bits_among_few_and_among_many(cuda
     """Few rows, many that L2 holds, rows with gaps between them, and rows that are no vectors: a kernel for each."""
     made = torch.Generator(cuda).manual_seed(0)
     for width in (*range(128, 1161, 8), 1536, 2048, 4096, 8192):
-        scale = 0.7 if width % 16 else -0.7
         x, dy = (torch.randn(600, width, device=cuda, generator=made).to(dtype) for _ in range(2))
-        x[3] *= 1e4  # scores past 2^30 once the scale is larger
-        if width % 128 == 0:
-            scale *= 1e6
-        found = []
-        for layout in ("few", "contiguous", "strided", "columns"):
-            rows, sent = (t[:7] if layout == "few" else lay_out(t, layout) for t in (x, dy))
-            leaf = rows.detach().requires_grad_()
-            y = ops.softmax(leaf, scale=scale)
-            found.append((y, *torch.autograd.grad(y, leaf, sent)))
-        for few, many, *others in zip(*found, strict=True):
-            assert torch.equal(few, many[:7]), width
-            assert all(torch.equal(many, other) for other in others), width
+        x[3] *= 1e4  # with the last scale, scores past 2^30
+        for scale in (0.7, -0.7, 7e5) if width % 128 == 0 else (0.7,):
+            found = []
+            for layout in ("few", "contiguous", "strided", "columns"):
+                rows, sent = (t[:7] if layout == "few" else lay_out(t, layout) for t in (x, dy))
+                leaf = rows.detach().requires_grad_()
+                y = ops.softmax(leaf, scale=scale)
+                found.append((y, *torch.autograd.grad(y, leaf, sent)))
+            for few, many, *others in zip(*found, strict=True):
+                assert torch.equal(few, many[:7]), (width, scale)
+                assert all(torch.equal(many, other) for other in others), (width, scale)
 
 
 @pytest.mark.gpu
@@ -467,7 +465,6 @@ def test_what_is_no_number_is_where_torch_has_it(cuda: str, dtype: torch.dtype, 
         x[1, width // 2], x[2, -1], x[3, 1:] = torch.nan, torch.inf, -torch.inf
         x[4, 5], x[5] = torch.finfo(dtype).max, torch.finfo(dtype).min
         got, right = ops.softmax(x), torch.softmax(x.double(), -1)
-        assert torch.equal(got.isnan(), right.isnan()), width
         torch.testing.assert_close(got.double(), right, rtol=16 * torch.finfo(dtype).eps, atol=1e-30, equal_nan=True)
 
 

@@ -33,7 +33,7 @@ from fuselm.kernels.spec import Case, OpSpec, ops
 # A CPU gets the same cases with fewer rows: elements of the largest, and of the largest with --quick.
 CPU_ELEMENTS, CPU_QUICK_ELEMENTS = 1 << 21, 1 << 18
 # Calls shorter than this take turns, so many times, each time elsewhere in memory and so many repeats; but not those
-# that are so many times slower than the best, of which the first figure is exact enough.
+# that take so many times as long as the best of their pass: of them the first figure is exact enough.
 SHORT_US, TURNS, TURN_REPEATS, FAR_BEHIND = 20.0, 24, 40, 1.3
 TOO_LATE = "skipped: the time budget was used up"
 
@@ -187,31 +187,38 @@ def _measure_case(op: OpSpec, case: Case, timer: Timer, plan: Plan, results: Res
 
 
 def take_turns(bench: Bench, short: Sequence[tuple[Row, Peer]]) -> None:
-    """Time short calls anew, one after another and over again, and give each row the median of all its repeats.
+    """Time short calls anew, one after another and over again, and give each row the median of all these repeats.
 
     The same kernel over the same memory took 4.2 us in one tenth of a second and 4.8 in the next, on an idle H200, and
     as much less or more over other memory: more than implementations differ by. So each turn has its inputs elsewhere
-    and begins with another implementation, and what a call holds is given back before the next: all are offered the
-    same places.
+    and begins with the next call, and what a call holds is given back before the one after it: all are offered the same
+    places.
     """
     before = []
-    best: dict[str, float] = {}
-    for row, _ in short:
-        best[row["pass"]] = min(row["gpu_us"], best.get(row["pass"], math.inf))
-    near = [(row, peer) for row, peer in short if row["gpu_us"] < FAR_BEHIND * best[row["pass"]]]
+    near = worth_turns(short)
     samples: list[list[float]] = [[] for _ in near]
+    graphs = [True for _ in near]
     for turn in range(TURNS if near else 0):
         before.append(bench)  # stays where it is
         bench = replace(bench, tensors=make_inputs(bench.op, bench.case, bench.timer.device))
-        for place in range(len(near)):
-            row, peer = near[(turn + place) % len(near)]
+        for place in range(turn, turn + len(near)):
+            place %= len(near)
+            row, peer = near[place]
             with torch.set_grad_enabled(row["pass"] != "forward"):
-                call = bench.call(row["pass"], peer)
-                found, _ = bench.timer.device_samples(call, peer.capture, TURN_REPEATS)
-            samples[(turn + place) % len(near)] += found
-    for (row, _), found in zip(near, samples, strict=True):
-        timed = _timed(timing_of(found, row["graph"]), row["bytes"], row["copy_us"])
+                found, graph = bench.timer.device_samples(bench.call(row["pass"], peer), peer.capture, TURN_REPEATS)
+            samples[place] += found
+            graphs[place] &= graph
+    for (row, _), found, graph in zip(near, samples, graphs, strict=True):
+        timed = _timed(timing_of(found, graph), row["bytes"], row["copy_us"])
         row.update(as_row(timed, tuple(timed)))
+
+
+def worth_turns(short: Sequence[tuple[Row, Peer]]) -> list[tuple[Row, Peer]]:
+    """Those that are not far behind the best of their pass."""
+    best: dict[str, float] = {}
+    for row, _ in short:
+        best[row["pass"]] = min(row["gpu_us"], best.get(row["pass"], math.inf))
+    return [(row, peer) for row, peer in short if row["gpu_us"] < FAR_BEHIND * best[row["pass"]]]
 
 
 def _prepare(op: OpSpec, case: Case, timer: Timer, device: str) -> Bench:
