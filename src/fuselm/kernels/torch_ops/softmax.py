@@ -36,8 +36,8 @@ def softmax(x: Tensor, *, scale: float = _SCALE, causal: bool = False, mask: Ten
     """Softmax of scale * x + mask over the last dimension, in fp32, rounded once to x's dtype.
 
     With `causal`, x is [..., T, S], the T queries being the last of the S positions: query t sees keys up to t + S - T.
-    The mask has any float dtype and any shape that broadcasts to x's; it may learn. With a mask or causal, a row in
-    which nothing may be seen is all zeros, and so is its gradient; without them it is NaN, as in torch. Inside
+    The mask has any dtype that x may have and any shape that broadcasts to x's; it may learn. With a mask or causal, a
+    row in which nothing may be seen is all zeros, and so is its gradient; without them it is NaN, as in torch. Inside
     torch.func transforms and forward-mode differentiation the plain formula runs, with every derivative torch has.
     """
     compiling = is_compiling()
