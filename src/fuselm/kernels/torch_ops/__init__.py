@@ -30,7 +30,7 @@ _LOAD_LOCK = threading.Lock()
 _WORDY_INDUCTOR = torch.__version__ < "2.13"
 # "" until a CUDA tensor has been seen; then "fused" or "plain".
 _cuda_state = ""
-transforms_active = torch._C._are_functorch_transforms_active  # asked in every call: looked up once
+_transforms_active = torch._C._are_functorch_transforms_active  # asked in every call: looked up once
 
 
 def register(schema: str, plain: Callable[..., Any], fake: Callable[..., Any], *, made_of_ops: bool = False) -> Any:
@@ -108,7 +108,7 @@ def direct_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
 
 def is_transformed() -> bool:
     """Whether a torch.func transform or forward-mode differentiation is under way: kernels have no rules for those."""
-    return transforms_active() or forward_ad._current_level >= 0
+    return _transforms_active() or forward_ad._current_level >= 0
 
 
 def check_are_tensors(op: str, needed: Mapping[str, Any], optional: Mapping[str, Any]) -> None:
