@@ -342,8 +342,9 @@ __device__ inline void keep_in_place(const Args& a) {
   asm volatile("" ::"l"(&a) : "memory");
 }
 
-// Has a parameter of the kernel read here and now: its line of the constant cache is cold when a kernel starts, and a
-// kernel that waits for another has the time to fetch it.
+// Has a parameter of the kernel read here and now, or an address made of some: the constant cache is cold when a kernel
+// starts, a kernel that waits has the time to fetch a line of it, and one that has waited should ask for its row at
+// once.
 __device__ inline void warm(const void* parameter) { asm volatile("" ::"l"(parameter)); }
 __device__ inline void warm(float parameter) { asm volatile("" ::"f"(parameter)); }
 
@@ -382,81 +383,75 @@ __device__ inline float warp_max_soon(float v) {
 #endif
 }
 
-// What kWarps warps have put into `scratch`, aligned to 16 bytes: each thread reads all of it, a shuffle or more less
-// on the way where there are registers for it.
-template <int kWarps>
-struct FromWarps {
-  static_assert(kWarps % 4 == 0, "whole vectors only");
-  float value[kWarps];
+// How numbers of lanes become one: the order is that of lane_sum in any case.
+struct Sum {
+  __device__ static float of(float a, float b) { return a + b; }
+  template <int kLanes>
+  __device__ static float lanes(float v) {
+    return lane_sum<kLanes>(v);
+  }
+  __device__ static float warp_soon(float v) { return lane_sum<kWarp>(v); }
+};
+struct Largest {
+  __device__ static float of(float a, float b) { return fmaxf(a, b); }
+  template <int kLanes>
+  __device__ static float lanes(float v) {
+    return lane_max<kLanes>(v);
+  }
+  __device__ static float warp_soon(float v) { return warp_max_soon(v); }
+};
 
-  __device__ explicit FromWarps(const float* scratch) {
+// kCount numbers in pairs, and pairs of those: a loop over them would put them into memory.
+template <typename Fold, int kCount>
+__device__ inline float folded(const float* value) {
+  if constexpr (kCount == 1) {
+    return *value;
+  } else {
+    return Fold::of(folded<Fold, kCount / 2>(value), folded<Fold, kCount / 2>(value + kCount / 2));
+  }
+}
+
+// What kWarps warps have put into `scratch`. With kSoon each thread reads all of it as vectors, a shuffle or more less
+// on the way; it is aligned to 16 bytes then.
+template <typename Fold, int kWarps, bool kSoon>
+__device__ inline float from_warps(const float* scratch) {
+  if constexpr (kSoon && kWarps % 4 == 0) {
+    float value[kWarps];
 #pragma unroll
     for (int i = 0; i < kWarps; i += 4) {
       const float4 four = *reinterpret_cast<const float4*>(scratch + i);
       value[i] = four.x, value[i + 1] = four.y, value[i + 2] = four.z, value[i + 3] = four.w;
     }
-  }
-  // In pairs, and pairs of those: the order of lane_sum.
-  template <int kFirst = 0, int kCount = kWarps, typename F>
-  __device__ float fold(const F& f) const {
-    if constexpr (kCount == 1) {
-      return value[kFirst];
-    } else {
-      return f(fold<kFirst, kCount / 2>(f), fold<kFirst + kCount / 2, kCount / 2>(f));
-    }
-  }
-};
-
-template <int kWarps, bool kSoon>
-__device__ inline float sum_of_warps(const float* scratch) {
-  if constexpr (kSoon && kWarps % 4 == 0) {
-    return FromWarps<kWarps>(scratch).fold([](float a, float b) { return a + b; });
+    return folded<Fold, kWarps>(value);
   } else {
-    return lane_sum<kWarps>(scratch[threadIdx.x % kWarps]);
+    return Fold::template lanes<kWarps>(scratch[threadIdx.x % kWarps]);
   }
 }
 
-template <int kWarps, bool kSoon>
-__device__ inline float max_of_warps(const float* scratch) {
-  if constexpr (kSoon && kWarps % 4 == 0) {
-    return FromWarps<kWarps>(scratch).fold([](float a, float b) { return fmaxf(a, b); });
+// The sum over the kLanes threads that own a row, or the largest, given to each of them. Rows of several warps meet in
+// `scratch` (kLanes / 32 floats of this row's own, for kSoon aligned to 16 bytes); every thread of the block must come
+// here together. A caller that loops alternates between two scratch areas: then one barrier per row is enough.
+// (Barriers of their own for the rows of a block were tried: with a barrier number in a register the compiler reserves
+// all 16, and only 4 blocks fit.)
+template <typename Fold, int kLanes, bool kSoon>
+__device__ inline float row_fold(float v, float* scratch) {
+  if constexpr (kLanes <= kWarp) {
+    return Fold::template lanes<kLanes>(v);
   } else {
-    return lane_max<kWarps>(scratch[threadIdx.x % kWarps]);
+    v = kSoon ? Fold::warp_soon(v) : Fold::template lanes<kWarp>(v);
+    const int lane = threadIdx.x % kLanes;
+    if (lane % kWarp == 0) scratch[lane / kWarp] = v;
+    __syncthreads();
+    return from_warps<Fold, kLanes / kWarp, kSoon>(scratch);
   }
 }
-
-// The sum over the kLanes threads that own a row, given to each of them. Rows of several warps meet in `scratch`
-// (kLanes / 32 floats of this row's own, for kSoon aligned to 16 bytes); every thread of the block must come here
-// together. A caller that loops alternates between two scratch areas: then one barrier per row is enough. (Barriers of
-// their own for the rows of a block were tried: with a barrier number in a register the compiler reserves all 16, and
-// only 4 blocks fit.)
 template <int kLanes, bool kSoon = false>
 __device__ inline float row_sum(float v, float* scratch) {
-  if constexpr (kLanes <= kWarp) {
-    return lane_sum<kLanes>(v);
-  } else {
-    constexpr int kWarps = kLanes / kWarp;
-    v = lane_sum<kWarp>(v);
-    const int lane = threadIdx.x % kLanes;
-    if (lane % kWarp == 0) scratch[lane / kWarp] = v;
-    __syncthreads();
-    return sum_of_warps<kWarps, kSoon>(scratch);
-  }
+  return row_fold<Sum, kLanes, kSoon>(v, scratch);
 }
-
-// The largest instead of the sum.
 template <int kLanes, bool kSoon = false>
 __device__ inline float row_max(float v, float* scratch) {
-  if constexpr (kLanes <= kWarp) {
-    return lane_max<kLanes>(v);
-  } else {
-    constexpr int kWarps = kLanes / kWarp;
-    v = kSoon ? warp_max_soon(v) : lane_max<kWarp>(v);
-    const int lane = threadIdx.x % kLanes;
-    if (lane % kWarp == 0) scratch[lane / kWarp] = v;
-    __syncthreads();
-    return max_of_warps<kWarps, kSoon>(scratch);
-  }
+  return row_fold<Largest, kLanes, kSoon>(v, scratch);
 }
 
 // The sums of several numbers with one barrier; `scratch` has room for each.
@@ -477,7 +472,7 @@ __device__ inline void row_sums(float (&v)[kCount], float* scratch) {
     }
     __syncthreads();
 #pragma unroll
-    for (int k = 0; k < kCount; ++k) v[k] = sum_of_warps<kWarps, kSoon>(scratch + k * kWarps);
+    for (int k = 0; k < kCount; ++k) v[k] = from_warps<Sum, kWarps, kSoon>(scratch + k * kWarps);
   }
 }
 
@@ -530,7 +525,7 @@ __device__ inline void wide_sums(float (&v)[kCount], float* scratch) {
     }
     __syncthreads();
 #pragma unroll
-    for (int k = 0; k < kCount; ++k) v[k] = sum_of_warps<kWarps, true>(scratch + k * kWarps);
+    for (int k = 0; k < kCount; ++k) v[k] = from_warps<Sum, kWarps, true>(scratch + k * kWarps);
   } else {
     const int lane = threadIdx.x % kLanes, turn = threadIdx.x / kLanes;
 #pragma unroll
