@@ -182,58 +182,78 @@ __device__ inline void carry_sums(const Args& a, Tiles& tiles, uint32_t rank, in
 }
 
 // A thread's sums, as the tensor cores leave them: of words `row` and `row + 8` of its group's 64, columns 8 * j + 2 *
-// (lane % 4) and the next one, in sums[4 * j] on.
+// (lane % 4) and the next one, in sums[4 * j] on. Four squares of 8 x 8 move at a time between them and shared memory:
+// columns 8 * j and 8 * (j + 1) on, j even, each of both halves of the warp's 16 words, of which a lane names one row.
 struct Fragment {
-  uint8_t* at;
-  int turn;
+  uint32_t at;
 
-  __device__ Fragment(uint8_t* group_sums, int row, int lane)
-      : at(group_sums + row * kBox * 2 + lane % 4 * 4), turn(row % 8) {}
-  // Where two neighbours wait in shared memory: the swizzle gives the words of a warp different banks.
-  __device__ uint32_t& pair(int j, int which) const {
-    return *reinterpret_cast<uint32_t*>(at + j / 8 * kBoxBytes + which * 8 * kBox * 2 + ((j % 8 ^ turn) << 4));
+  // The swizzle gives the rows of a square different banks.
+  __device__ Fragment(const uint8_t* group_sums, int warp, int lane)
+      : at(shared_address(group_sums) + (warp * 16 + lane % 16) * kBox * 2 + ((lane / 16 ^ lane % 8) << 4)) {}
+  __device__ uint32_t squares(int j) const { return (at ^ j % 8 << 4) + j / 8 * kBoxBytes; }
+  __device__ void load(int j, uint32_t (&pairs)[4]) const {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(pairs[0]), "=r"(pairs[1]), "=r"(pairs[2]), "=r"(pairs[3])
+                 : "r"(squares(j))
+                 : "memory");
+  }
+  __device__ void store(int j, const uint32_t (&pairs)[4]) const {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(squares(j)), "r"(pairs[0]),
+                 "r"(pairs[1]), "r"(pairs[2]), "r"(pairs[3])
+                 : "memory");
   }
 };
 
 __device__ inline float power(int exponent) { return __uint_as_float(static_cast<uint32_t>(127 + exponent) << 23); }
 
 // Adds what was there before: fp16, a power of two for each word.
-__device__ inline void add_before(float (&sums)[128], const Fragment& fragment, const int (&exponent)[2]) {
+__device__ inline void add_before(float (&sums)[128], const Fragment& fragment, const int (&exponents)[2]) {
+  const float units[2] = {power(exponents[0] - kTop), power(exponents[1] - kTop)};
 #pragma unroll
-  for (int which = 0; which < 2; ++which) {
-    const float unit = power(exponent[which] - kTop);
+  for (int j = 0; j < kColumns / 8; j += 2) {
+    uint32_t pairs[4];
+    fragment.load(j, pairs);
 #pragma unroll
-    for (int j = 0; j < kColumns / 8; ++j) {
+    for (int i = 0; i < 4; ++i) {
       float low, high;
-      unpack_pair(fragment.pair(j, which), low, high, fp16{});
-      float* const own = &sums[4 * j + 2 * which];
-      own[0] = fmaf(low, unit, own[0]), own[1] = fmaf(high, unit, own[1]);
+      unpack_pair(pairs[i], low, high, fp16{});
+      float* const own = &sums[4 * j + 2 * i];
+      own[0] = fmaf(low, units[i % 2], own[0]), own[1] = fmaf(high, units[i % 2], own[1]);
     }
   }
 }
 
-// Leaves a word's 64 sums for the next block, and the exponent of the largest. (An infinity among them takes the small
-// ones' digits.)
-__device__ inline int leave_sums(const float (&sums)[128], const Fragment& fragment, int which) {
+// The exponent of the largest of a word's 64 sums. (An infinity among them takes the small ones' digits.)
+__device__ inline int exponent_of(const float (&sums)[128], int which) {
   float most = 0.0f;
 #pragma unroll
   for (int j = 0; j < kColumns / 8; ++j) {
     most = fmaxf(most, fmaxf(fabsf(sums[4 * j + 2 * which]), fabsf(sums[4 * j + 2 * which + 1])));
   }
   const int exponent = static_cast<int>(__float_as_uint(most) >> 23) - 127;
-  const int taken = min(max(exponent, kLeastExponent), kMostExponent);
-  const float scale = power(kTop - taken);
+  return min(max(exponent, kLeastExponent), kMostExponent);
+}
+
+// Leaves the sums of both words in 16 bits, each word's multiplied by a power of two.
+template <typename X>
+__device__ inline void leave_sums(const float (&sums)[128], const Fragment& fragment, const int (&exponents)[2]) {
+  const float scales[2] = {power(exponents[0]), power(exponents[1])};
 #pragma unroll
-  for (int j = 0; j < kColumns / 8; ++j) {
-    fragment.pair(j, which) = packed_pair(sums[4 * j + 2 * which] * scale, sums[4 * j + 2 * which + 1] * scale, fp16{});
+  for (int j = 0; j < kColumns / 8; j += 2) {
+    uint32_t pairs[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float* const own = &sums[4 * j + 2 * i];
+      pairs[i] = packed_pair(own[0] * scales[i % 2], own[1] * scales[i % 2], X{});
+    }
+    fragment.store(j, pairs);
   }
-  return taken;
 }
 
 __device__ inline void multiply_tiles(const Args& a, Tiles& tiles, uint32_t rank, int group, int first, int step) {
   const int thread = threadIdx.x % kGroupThreads, lane = thread % kWarp;
   const int row = thread / kWarp * 16 + lane / 4;
-  const Fragment fragment(tiles.sums[group][0], row, lane);
+  const Fragment fragment(tiles.sums[group][0], thread / kWarp, lane);
   // One arrival of a group at each block of the cluster: what both have read both may overwrite.
   auto release = [&](int stage) {
     if (thread < kPair) arrive_at(&tiles.empty[stage], thread);
@@ -271,16 +291,14 @@ __device__ inline void multiply_tiles(const Args& a, Tiles& tiles, uint32_t rank
     release(previous);
     wait_for_bytes(&tiles.come[group], sums_parity);
     if (!a.first) add_before(sums, fragment, before);
+    if (a.last) {
+      leave_sums<bf16>(sums, fragment, {0, 0});
+    } else {
+      const int found[2] = {exponent_of(sums, 0), exponent_of(sums, 1)};
+      leave_sums<fp16>(sums, fragment, {kTop - found[0], kTop - found[1]});
 #pragma unroll
-    for (int which = 0; which < 2; ++which) {
-      if (a.last) {
-#pragma unroll
-        for (int j = 0; j < kColumns / 8; ++j) {
-          fragment.pair(j, which) = packed_pair(sums[4 * j + 2 * which], sums[4 * j + 2 * which + 1], bf16{});
-        }
-      } else {
-        const int exponent = leave_sums(sums, fragment, which);
-        if (word + 8 * which < a.words) exponents[which * 8 * 4] = static_cast<int8_t>(exponent);
+      for (int which = 0; which < 2; ++which) {
+        if (word + 8 * which < a.words) exponents[which * 8 * 4] = static_cast<int8_t>(found[which]);
       }
     }
     fence_copies();
