@@ -23,6 +23,7 @@ from fuselm.kernels import linear_cross_entropy as contract
 from fuselm.kernels import torch_ops
 from fuselm.kernels.spec import RefusedInput, Tolerance
 from fuselm.kernels.torch_ops import cross_entropy as rows_loss
+from fuselm.kernels.torch_ops.blocks import DWEIGHT, Blocks
 from fuselm.kernels.torch_ops.linear_cross_entropy import _is_plain, linear_cross_entropy_reference
 from tests.kernels.arrays import assert_within_rule, float64, to_numpy
 from tests.kernels.problems import DEVICES, all_numpy, op_of, problem_of, reference_of, run, solve
@@ -116,6 +117,27 @@ def test_blocks_fit_and_are_as_few_and_as_equal_as_whole_tiles_allow(
 
 def test_a_vocabulary_of_128k_in_bf16_goes_by_blocks_of_1024_rows() -> None:
     assert contract.block_rows(16384, 128_256, 2, contract.DEFAULT_MAX_BYTES) == 1024
+
+
+def test_many_tiles_are_512_whole_ones_of_words() -> None:
+    assert contract.has_many_tiles(512 * 256, 1)
+    assert not contract.has_many_tiles(512 * 256 - 1, 256)
+    assert contract.has_many_tiles(10_000 // 256 * 256, 14 * 256)
+    assert not contract.has_many_tiles(10_000, 13 * 256)
+
+
+@on_each_device
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_one_block_is_worth_what_several_are(device: str, dtype: torch.dtype, reduction: str) -> None:
+    """One adds up its losses with the loss's own kernels, several with torch's; targets that do not count in both."""
+    given = head(96, 32, 200, dtype, device)
+    given["targets"][::7], given["targets"][5] = -100, 200
+    one, several = (ops.linear_cross_entropy(**given, reduction=reduction, max_bytes=n) for n in (None, 9000))
+    torch.testing.assert_close(one, several, rtol=1e-6, atol=0)
+    for name in ("hidden", "weight"):
+        a, b = (torch.autograd.grad(loss, given[name], retain_graph=True)[0].double() for loss in (one, several))
+        assert torch.linalg.norm(a - b) <= (2.0**-8 if dtype.itemsize == 2 else 1e-6) * torch.linalg.norm(a)
 
 
 @pytest.mark.parametrize(("reduction", "sizes"), [("mean", [3, 3, 3, 1]), ("none", [3, 3, 3, 1, *[1] * 10])])
@@ -328,6 +350,20 @@ def test_the_host_never_waits_for_the_device(cuda: str, dtype: torch.dtype, redu
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize(("rows", "waits"), [(64, False), (16384, True)])
+def test_the_gradient_of_many_tiles_is_made_in_its_own_memory(cuda: str, rows: int, waits: bool) -> None:
+    """Although one in fp32 would be allowed: it would be written, read and rounded once more."""
+    given = head(rows, 4096, 10_240, torch.bfloat16, cuda)
+    few = head(rows, 128, 10_240, torch.bfloat16, cuda)
+    torch_ops.load_cuda()
+    for tensors, many in ((given, True), (few, False)):
+        blocks = Blocks(*tensors.values(), None, contract.DEFAULT_MAX_BYTES, DWEIGHT)
+        assert blocks.dweight is not None
+        assert (blocks.dweight.dtype == torch.bfloat16) is many
+        assert (blocks.exponents is not None) is (many and waits)
+
+
+@pytest.mark.gpu
 def test_memory_stays_far_below_what_all_logits_take(cuda: str) -> None:
     given = head(8192, 256, 65_536, torch.bfloat16, cuda)
     gradients(given, max_bytes=32 << 20)  # cuBLAS has its workspace now
@@ -344,12 +380,14 @@ def test_memory_stays_far_below_what_all_logits_take(cuda: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rows", [4096, 16384])
-def test_a_head_of_128256_words_is_as_right_as_torch_with_all_logits(cuda: str, rows: int) -> None:
+@pytest.mark.parametrize(
+    ("rows", "words"), [(4096, 128_256), (16384, 128_256), (64, 10_240), (4096, 10_240), (16384, 10_240)]
+)
+def test_a_large_head_is_as_right_as_torch_with_all_logits(cuda: str, rows: int, words: int) -> None:
     made = torch.Generator(cuda).manual_seed(0)
     hidden = torch.randn(rows, 4096, device=cuda, generator=made).to(torch.bfloat16).requires_grad_()
-    weight = (torch.randn(128_256, 4096, device=cuda, generator=made) / 64).to(torch.bfloat16).requires_grad_()
-    targets = torch.randint(128_256, (rows,), device=cuda, generator=made)
+    weight = (torch.randn(words, 4096, device=cuda, generator=made) / 64).to(torch.bfloat16).requires_grad_()
+    targets = torch.randint(words, (rows,), device=cuda, generator=made)
     truth = exact_in_blocks(hidden.detach(), weight.detach(), targets)
     found = []
     for op in (ops.linear_cross_entropy, linear_cross_entropy_reference):
@@ -357,7 +395,7 @@ def test_a_head_of_128256_words_is_as_right_as_torch_with_all_logits(cuda: str, 
         results = (loss.detach(), *torch.autograd.grad(loss, (hidden, weight)))
         found.append([rms_error(result, right) for result, right in zip(results, truth, strict=True)])
         del loss, results
-    # The weight's gradient is added up over 4 and 16 blocks at the default bound of memory.
+    # At the default bound of memory the weight's gradient is added up over 4, 16, 1, 1 and 2 blocks.
     for ours, torchs in zip(*found, strict=True):
         assert ours <= 1.05 * torchs + 1e-7, found
 

@@ -17,7 +17,8 @@ what training sends, to the ordinary one.) Saved for backward: hidden, weight, t
 "none" the inputs and the log-sum-exp of each row.
 
 dweight over several blocks is summed in fp32 where that takes no more memory than `max_bytes`; a larger bf16 weight's
-waits in 16 bits, as `weight_sum.py` and docs/numerics.md have it.
+waits in 16 bits, as `weight_sum.py` and docs/numerics.md have it; so does, being faster, every one that
+has_many_tiles() where PyTorch has the kernel for it.
 
 hidden, weight and bias may each be fp32, fp16 or bf16; the last two are rounded to hidden's dtype before use. Knows
 numpy and no framework.
@@ -51,8 +52,11 @@ MAX_RANK = cross_entropy.MAX_RANK
 DEFAULT_MAX_BYTES = 256 << 20
 # How a large bf16 weight's gradient waits between blocks, as linear_cross_entropy_dweight.cu has it: as fp16, below
 # 2^(TOP_EXPONENT + 1) once multiplied by a power of two, of which a word has four in every tile of columns.
-TILE_COLUMNS, EXPONENTS_OF_WORD = 256, 4
+TILE_COLUMNS, TILE_WORDS, EXPONENTS_OF_WORD = 256, 256, 4
 TOP_EXPONENT, LEAST_EXPONENT, MOST_EXPONENT = 14, -111, 127
+# So many tiles of 256 words keep a GPU busy, each from its first row to its last. Of fewer, a matmul shares out the
+# rows too, and may add up what comes of that in 16 bits.
+MANY_TILES = 512
 # Blocks start at multiples of so many rows: whole tiles of a matmul, and aligned to 256 bytes whatever the width.
 ROWS_OF_TILE = 128
 
@@ -73,6 +77,11 @@ def block_rows(rows: int, vocabulary: int, element_bytes: int, max_bytes: int) -
 def tiles_across(width: int) -> int:
     """How many tiles of columns a row of the weight has."""
     return math.ceil(width / TILE_COLUMNS)
+
+
+def has_many_tiles(vocabulary: int, width: int) -> bool:
+    """Whether a weight's gradient is so large that a GPU need not share out the rows it is summed over."""
+    return tiles_across(width) * (vocabulary // TILE_WORDS) >= MANY_TILES
 
 
 # ---- refusals ------------------------------------------------------------------------------------------------------
@@ -269,6 +278,11 @@ CASES = (
 BENCH_CASES = (
     _case("head of 128256", (4096, 4096), 128_256, BF16),
     _case("head of 128256", (16384, 4096), 128_256, BF16),
+    *(
+        _case(f"head of {vocabulary}", (rows, 4096), vocabulary, BF16)
+        for vocabulary in (10_000, 50_304, 131_072)
+        for rows in (64, 4096, 8192)
+    ),
 )
 
 _HIDDEN, _WEIGHT = InputSpec((4, 8), F32), InputSpec((11, 8), F32)

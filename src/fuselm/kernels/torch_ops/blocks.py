@@ -51,19 +51,37 @@ class Blocks:
         # Rows begin at multiples of 16 bytes, as the loads of tensor cores want it, also where the vocabulary is odd.
         self.workspace = hidden.new_empty(self.size, math.ceil(vocabulary / 8) * 8)[:, :vocabulary]
         self.dhidden = hidden.new_empty(self.hidden.shape) if wanted & DHIDDEN else None
-        self.dweight = self.dbias = self.exponents = None
+        self.dweight: Tensor | None = None
+        self.exponents: Tensor | None = None
+        self.dbias: Tensor | None = None
         self.dweight_dtype = sum_dtype(hidden, weight)
         if wanted & DWEIGHT:
-            # Blocks are best added up in fp32, and so is one alone: cuBLAS may add up parts of a 16-bit product in 16
-            # bits. Of a large 16-bit weight that would take more memory than the logits may: its sum waits in 16 bits,
-            # with exponents of its own where there is a kernel for it. Elsewhere each block's sum is rounded to the
-            # gradient's dtype, as in a step of several micro-batches.
-            dtype = torch.float32 if 4 * weight.numel() <= max_bytes else self.dweight_dtype
-            self.dweight = weight.new_empty(weight.shape, dtype=dtype) if rows else weight.new_zeros(weight.shape)
-            if dtype == torch.bfloat16 and rows > self.size and weight_sum.serves(hidden, weight):
-                self.exponents = weight_sum.exponents_of(self.dweight)
+            self._begin_dweight(weight, max_bytes)
         if wanted & DBIAS:
             self.dbias = weight.new_zeros(vocabulary, dtype=torch.float32)
+
+    @property
+    def is_one(self) -> bool:
+        """Whether a single block has all rows."""
+        return len(self.targets) <= self.size
+
+    def _begin_dweight(self, weight: Tensor, max_bytes: int) -> None:
+        """Choose what its sum waits in.
+
+        Several blocks of many tiles have a kernel of their own: the sum waits in 16 bits, with exponents, and no fp32
+        is written and read again. One block of many tiles is a matmul. Fewer tiles are summed in fp32, one block's too.
+        If that would take more memory than the logits may, the kernel has them as well; where there is none, each
+        block's sum is rounded to the gradient's dtype, as in a step of several micro-batches.
+        """
+        has_many = weight.is_cuda and contract.has_many_tiles(*weight.shape)
+        is_small = 4 * weight.numel() <= max_bytes
+        is_served = not self.is_one and (has_many or not is_small) and weight_sum.serves(self.hidden, weight)
+        in_fp32 = is_small and not is_served and not (has_many and self.is_one)
+        dtype = torch.float32 if in_fp32 else self.dweight_dtype
+        has_rows = len(self.targets) > 0
+        self.dweight = weight.new_empty(weight.shape, dtype=dtype) if has_rows else weight.new_zeros(weight.shape)
+        if is_served:
+            self.exponents = weight_sum.exponents_of(self.dweight)
 
     def __iter__(self) -> Iterator[slice]:
         for start in range(0, len(self.targets), self.size):

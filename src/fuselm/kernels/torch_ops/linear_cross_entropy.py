@@ -316,31 +316,51 @@ def _plain_forward(
     outputs: int,
 ) -> tuple[Tensor | None, ...]:
     scalars = (ignore_index, label_smoothing, z_loss, softcap)
-    wanted = outputs // _GRADIENTS
     with _ready(hidden):
-        blocks = Blocks(hidden, weight, targets, bias, max_bytes, wanted)
-        count = _count(blocks.targets, ignore_index, weight.shape[0]) if mean else None
-        divisor = count
-        if count is not None and hidden.dtype == torch.float16:
-            # 1 / count would push the gradients of fp16 logits below what fp16 holds: its power of two comes last.
-            divisor = _mantissa(count)
-        losses, lse = (hidden.new_empty(len(blocks.targets), dtype=torch.float32) for _ in range(2))
-        raw = rows_loss._inplace if wanted else rows_loss._forward
-        for block in blocks:
-            logits = blocks.logits(block)
-            made = raw(logits, blocks.targets[block], divisor, *scalars, mean, outputs & (_LSE | _LOSSES) | _LOSSES)
-            losses[block] = made[1]
-            if outputs & _LSE:
-                lse[block] = made[2]
-            if wanted:
-                blocks.add(block, logits)
+        blocks = Blocks(hidden, weight, targets, bias, max_bytes, outputs // _GRADIENTS)
+        few = blocks.is_one and 0 < len(blocks.targets) <= FEW_LOSSES
+        make = _in_one_block if few and not (mean and hidden.dtype == torch.float16) else _in_blocks
+        loss, losses, lse = make(blocks, scalars, mean, outputs)
         gradients = blocks.gradients(hidden.shape)
     return (
-        _total(losses, count) if outputs & _LOSS else None,
+        loss if outputs & _LOSS else None,
         losses.view(targets.shape) if outputs & _LOSSES else None,
         lse.view(targets.shape) if outputs & _LSE else None,
         *gradients,
     )
+
+
+def _in_one_block(blocks: Blocks, scalars: rows_loss.Scalars, mean: bool, outputs: int) -> Any:
+    """Loss, losses and lse where all rows fit: the loss counts and adds up by itself, with kernels of its own."""
+    (block,) = blocks
+    logits = blocks.logits(block)
+    made_too = outputs & (_LOSS | _LSE) | _LOSSES
+    if not outputs // _GRADIENTS:
+        return rows_loss._forward(logits, blocks.targets, None, *scalars, mean, made_too)[:3]
+    made = rows_loss._inplace(logits, blocks.targets, None, *scalars, mean, made_too | rows_loss._COUNTED * mean)
+    blocks.add(block, logits)
+    return made[:3]
+
+
+def _in_blocks(blocks: Blocks, scalars: rows_loss.Scalars, mean: bool, outputs: int) -> Any:
+    """The same for any number of blocks."""
+    hidden = blocks.hidden
+    count = _count(blocks.targets, scalars[0], len(blocks.weight)) if mean else None
+    divisor = count
+    if count is not None and hidden.dtype == torch.float16:
+        # 1 / count would push the gradients of fp16 logits below what fp16 holds: its power of two comes last.
+        divisor = _mantissa(count)
+    losses, lse = (hidden.new_empty(len(blocks.targets), dtype=torch.float32) for _ in range(2))
+    raw = rows_loss._inplace if outputs // _GRADIENTS else rows_loss._forward
+    for block in blocks:
+        logits = blocks.logits(block)
+        made = raw(logits, blocks.targets[block], divisor, *scalars, mean, outputs & _LSE | _LOSSES)
+        losses[block] = made[1]
+        if outputs & _LSE:
+            lse[block] = made[2]
+        if outputs // _GRADIENTS:
+            blocks.add(block, logits)
+    return _total(losses, count) if outputs & _LOSS else None, losses, lse
 
 
 def _fake_forward(
