@@ -283,7 +283,7 @@ def _total(losses: Tensor, count: Tensor | None) -> Tensor:
     """Their sum, or their mean over `count`, rounded once: many fp32 losses make a sum that fp32 is coarse for."""
     wide = torch.float32 if losses.device.type == "mps" else torch.float64  # which MPS lacks
     total = losses.sum(dtype=wide)
-    return (total if count is None else total / count).float()
+    return total.float() if count is None else torch.div(total, count, out=losses.new_empty(()))
 
 
 def _mantissa(count: Tensor) -> Tensor:
@@ -318,9 +318,7 @@ def _plain_forward(
     scalars = (ignore_index, label_smoothing, z_loss, softcap)
     with _ready(hidden):
         blocks = Blocks(hidden, weight, targets, bias, max_bytes, outputs // _GRADIENTS)
-        few = blocks.is_one and 0 < len(blocks.targets) <= FEW_LOSSES
-        make = _in_one_block if few and not (mean and hidden.dtype == torch.float16) else _in_blocks
-        loss, losses, lse = make(blocks, scalars, mean, outputs)
+        loss, losses, lse = _in_blocks(blocks, scalars, mean, outputs)
         gradients = blocks.gradients(hidden.shape)
     return (
         loss if outputs & _LOSS else None,
@@ -330,37 +328,37 @@ def _plain_forward(
     )
 
 
-def _in_one_block(blocks: Blocks, scalars: rows_loss.Scalars, mean: bool, outputs: int) -> Any:
-    """Loss, losses and lse where all rows fit: the loss counts and adds up by itself, with kernels of its own."""
-    (block,) = blocks
-    logits = blocks.logits(block)
-    made_too = outputs & (_LOSS | _LSE) | _LOSSES
-    if not outputs // _GRADIENTS:
-        return rows_loss._forward(logits, blocks.targets, None, *scalars, mean, made_too)[:3]
-    made = rows_loss._inplace(logits, blocks.targets, None, *scalars, mean, made_too | rows_loss._COUNTED * mean)
-    blocks.add(block, logits)
-    return made[:3]
-
-
 def _in_blocks(blocks: Blocks, scalars: rows_loss.Scalars, mean: bool, outputs: int) -> Any:
-    """The same for any number of blocks."""
-    hidden = blocks.hidden
-    count = _count(blocks.targets, scalars[0], len(blocks.weight)) if mean else None
-    divisor = count
-    if count is not None and hidden.dtype == torch.float16:
-        # 1 / count would push the gradients of fp16 logits below what fp16 holds: its power of two comes last.
-        divisor = _mantissa(count)
-    losses, lse = (hidden.new_empty(len(blocks.targets), dtype=torch.float32) for _ in range(2))
-    raw = rows_loss._inplace if outputs // _GRADIENTS else rows_loss._forward
+    """Loss, losses and lse; the gradients are left in the blocks."""
+    hidden, targets, wanted = blocks.hidden, blocks.targets, outputs // _GRADIENTS
+    # 1 / count would push the gradients of fp16 logits below what fp16 holds: its power of two comes last.
+    in_parts = hidden.dtype == torch.float16
+    counts_itself = bool(mean and wanted and blocks.is_one and len(targets) and not in_parts)  # one kernel for six
+    count = _count(targets, scalars[0], len(blocks.weight)) if mean and not counts_itself else None
+    divisor = _mantissa(count) if in_parts and count is not None else count
+    made_by_loss = outputs & _LSE | _LOSSES | (rows_loss._COUNTED if counts_itself else 0)
+    losses: list[Tensor] = []
+    lses: list[Tensor] = []
+    raw = rows_loss._inplace if wanted else rows_loss._forward
     for block in blocks:
         logits = blocks.logits(block)
-        made = raw(logits, blocks.targets[block], divisor, *scalars, mean, outputs & _LSE | _LOSSES)
-        losses[block] = made[1]
-        if outputs & _LSE:
-            lse[block] = made[2]
-        if outputs // _GRADIENTS:
+        made = raw(logits, targets[block], divisor, *scalars, mean, made_by_loss)
+        losses.append(made[1])
+        lses.append(made[2])
+        if counts_itself:
+            count = made[3].clamp(min=1)
+        if wanted:
             blocks.add(block, logits)
-    return _total(losses, count) if outputs & _LOSS else None, losses, lse
+    whole = _joined(losses, hidden)
+    loss = _total(whole, count) if outputs & _LOSS else None
+    return loss, whole, _joined(lses, hidden) if outputs & _LSE else None
+
+
+def _joined(parts: list[Tensor], hidden: Tensor) -> Tensor:
+    """A number for each row, of as many blocks as there are."""
+    if len(parts) == 1:
+        return parts[0]
+    return torch.cat(parts) if parts else hidden.new_empty(0, dtype=torch.float32)
 
 
 def _fake_forward(
