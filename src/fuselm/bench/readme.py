@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from fuselm.bench.peers import FLOORS, NAMES
-from fuselm.bench.plots import ARITHMETIC
+from fuselm.bench.plots import ops_of_arithmetic
 from fuselm.bench.report import LARGE_BYTES, Row, shape_text
 from fuselm.files import write_whole
 
@@ -41,7 +41,9 @@ Groups = dict[tuple[str, ...], dict[str, Row]]  # op, pass, case, shape, dtype: 
 def block(record: Mapping[str, Any]) -> str:
     """The text between the marks, marks included."""
     groups = _groups(record["rows"])
-    copied = {key: members for key, members in groups.items() if not _is_arithmetic(members)}
+    of_arithmetic = ops_of_arithmetic(record["rows"])
+    copied = {key: members for key, members in groups.items() if key[0] not in of_arithmetic}
+    bound = {key: members for key, members in groups.items() if key[0] in of_arithmetic}
     return "\n".join(
         [
             BEGIN,
@@ -52,7 +54,7 @@ def block(record: Mapping[str, Any]) -> str:
             "",
             *_table(_shown(copied), _copy_cell),
             "",
-            *_memory(groups),
+            *_memory(bound),
             *_decode(record["decode"]),
             f"![Share of copy speed for each shape and implementation]({PICTURE.as_posix()})",
             END,
@@ -169,11 +171,6 @@ def _bytes(members: Mapping[str, Row]) -> int:
     return max(row["bytes"] for row in members.values())
 
 
-def _is_arithmetic(members: Mapping[str, Row]) -> bool:
-    """Whether arithmetic bounds it, so that a copy is no measure."""
-    return any(row["flops"] > ARITHMETIC * row["bytes"] for row in members.values())
-
-
 def _shown(groups: Groups) -> Groups:
     """Of each op the cases of which a pass is large: the largest of every kind, then the next largest, in all passes.
 
@@ -221,9 +218,8 @@ def _memory_cell(row: Row) -> str:
     return "" if row.get("extra_bytes") is None else f" ({row['extra_bytes'] / 2**20:.0f})"
 
 
-def _memory(groups: Groups) -> list[str]:
+def _memory(bound: Groups) -> list[str]:
     """The ops that matmuls bound: beside those, and with the memory that they take."""
-    bound = {key: members for key, members in groups.items() if _is_arithmetic(members)}
     if not bound:
         return []
     words = (
