@@ -68,14 +68,14 @@ def test_quacks_figures_are_scaled_by_todays_copy() -> None:
 
 
 def test_a_head_is_held_against_its_matmuls_and_its_memory() -> None:
-    named: dict[str, Any] = {"case": promises.FLOOR_CASE}
-    floor = a_row("linear_cross_entropy", "both", "matmuls", 100.0, **named)
-    fine = a_row("linear_cross_entropy", "both", "fused", 114.0, extra_bytes=299 << 20, **named)
+    work = {"flops": (report.ARITHMETIC + 1) * LARGE}
+    floor = a_row("linear_cross_entropy", "both", "matmuls", 100.0, **work)
+    fine = a_row("linear_cross_entropy", "both", "fused", 114.0, extra_bytes=299 << 20, **work)
     assert missed([fine, floor]) == []
     assert len(missed([{**fine, "gpu_us": 116.0, "extra_bytes": 301 << 20}, floor])) == 2
     assert ["not measured" in told for told in missed([{**fine, "extra_bytes": None}])] == [True, True]
-    small = {"case": "head of 10000"}  # whose matmuls are short
-    assert missed([{**fine, **small, "gpu_us": 116.0}, {**floor, **small}]) == []
+    few_rows = {"flops": report.ARITHMETIC * LARGE}
+    assert missed([{**fine, **few_rows, "gpu_us": 116.0}, {**floor, **few_rows}]) == []
 
 
 def test_the_command_reports_each_op_and_fails_for_a_miss(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -23,6 +23,7 @@ from fuselm.kernels import linear_cross_entropy as contract
 from fuselm.kernels import torch_ops
 from fuselm.kernels.spec import RefusedInput, Tolerance
 from fuselm.kernels.torch_ops import cross_entropy as rows_loss
+from fuselm.kernels.torch_ops import weight_sum
 from fuselm.kernels.torch_ops.blocks import DWEIGHT, Blocks
 from fuselm.kernels.torch_ops.linear_cross_entropy import _is_plain, linear_cross_entropy_reference
 from tests.kernels.arrays import assert_within_rule, float64, to_numpy
@@ -120,8 +121,9 @@ def test_a_vocabulary_of_128k_in_bf16_goes_by_blocks_of_1024_rows() -> None:
 
 
 def test_many_tiles_are_512_whole_ones_of_words() -> None:
-    assert contract.has_many_tiles(512 * 256, 1)
+    assert contract.has_many_tiles(512 * 256, 256)
     assert not contract.has_many_tiles(512 * 256 - 1, 256)
+    assert not contract.has_many_tiles(512 * 256, 255)
     assert contract.has_many_tiles(10_000 // 256 * 256, 14 * 256)
     assert not contract.has_many_tiles(10_000, 13 * 256)
 
@@ -130,7 +132,7 @@ def test_many_tiles_are_512_whole_ones_of_words() -> None:
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_one_block_is_worth_what_several_are(device: str, dtype: torch.dtype, reduction: str) -> None:
-    """One adds up its losses with the loss's own kernels, several with torch's; targets that do not count in both."""
+    """One's targets are counted by the loss's kernel, those of several by torch's; some do not count."""
     given = head(96, 32, 200, dtype, device)
     given["targets"][::7], given["targets"][5] = -100, 200
     one, several = (ops.linear_cross_entropy(**given, reduction=reduction, max_bytes=n) for n in (None, 9000))
@@ -332,11 +334,14 @@ def test_raw_ops_made_of_other_ops_are_there_for_cuda_before_any_kernel_is(name:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_the_host_never_waits_for_the_device(cuda: str, dtype: torch.dtype, reduction: str) -> None:
+@pytest.mark.parametrize("max_bytes", [1 << 17, None])
+def test_the_host_never_waits_for_the_device(
+    cuda: str, dtype: torch.dtype, reduction: str, max_bytes: int | None
+) -> None:
     given = head(300, 64, 1000, dtype, cuda)
 
     def step() -> None:
-        ops.linear_cross_entropy(**given, reduction=reduction, max_bytes=1 << 17).sum().backward()
+        ops.linear_cross_entropy(**given, reduction=reduction, max_bytes=max_bytes).sum().backward()
 
     step()  # what is loaded on first use is there now
     torch.cuda.synchronize()
@@ -350,17 +355,18 @@ def test_the_host_never_waits_for_the_device(cuda: str, dtype: torch.dtype, redu
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("rows", "waits"), [(64, False), (16384, True)])
-def test_the_gradient_of_many_tiles_is_made_in_its_own_memory(cuda: str, rows: int, waits: bool) -> None:
+@pytest.mark.parametrize("rows", [64, 16384])  # one block and two
+def test_the_gradient_of_many_tiles_is_made_in_its_own_memory(cuda: str, rows: int) -> None:
     """Although one in fp32 would be allowed: it would be written, read and rounded once more."""
     given = head(rows, 4096, 10_240, torch.bfloat16, cuda)
     few = head(rows, 128, 10_240, torch.bfloat16, cuda)
     torch_ops.load_cuda()
+    is_served = weight_sum.serves(given["hidden"], given["weight"])
     for tensors, many in ((given, True), (few, False)):
         blocks = Blocks(*tensors.values(), None, contract.DEFAULT_MAX_BYTES, DWEIGHT)
         assert blocks.dweight is not None
-        assert (blocks.dweight.dtype == torch.bfloat16) is many
-        assert (blocks.exponents is not None) is (many and waits)
+        assert (blocks.dweight.dtype == torch.bfloat16) is (many and (blocks.is_one or is_served))
+        assert (blocks.exponents is not None) is (many and is_served and not blocks.is_one)
 
 
 @pytest.mark.gpu

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fuselm.bench.report import Row, shape_text
+from fuselm.bench.report import Row, ops_of_arithmetic, shape_text
 from fuselm.bench.tokenizer_rows import ALONE
 from fuselm.files import write_whole
 
@@ -25,22 +25,15 @@ COLOURS = {
 }
 # Groups of bars that can be told apart in one panel, and that a panel of ordinary width has room for.
 MOST_GROUPS, GROUPS_OF_ORDINARY_WIDTH = 14, 9
-# Operations for each byte from which on a case is bound by arithmetic, so that a copy is no measure of it.
-ARITHMETIC = 100
 LIBRARY_COLOURS = {"fuselm": "#0072B2", "tiktoken": "#E69F00", "tokenizers": "#009E73", ALONE: "#56B4E9"}
-
-
-def ops_of_arithmetic(rows: Sequence[Row]) -> set[str]:
-    """The ops of which some case is bound by arithmetic: none of their cases is held against a copy."""
-    return {row["op"] for row in rows if row["flops"] > ARITHMETIC * row["bytes"]}
 
 
 def roofline(rows: Sequence[Row], path: Path, title: str) -> None:
     """Share of copy speed for each shape and implementation: a panel for each op and pass, with its largest shapes."""
     panels: dict[tuple[str, str], list[Row]] = {}
-    left = ops_of_arithmetic(rows)
+    bound = ops_of_arithmetic(rows)
     for row in rows:
-        if row["share_of_copy"] is not None and row["op"] not in left:
+        if row["share_of_copy"] is not None and row["op"] not in bound:
             panels.setdefault((row["op"], row["pass"]), []).append(row)
     shown = {key: _largest(members, MOST_GROUPS) for key, members in panels.items()}
     widest = max((len({_case_and_dtype(row) for row in members}) for members in shown.values()), default=1)

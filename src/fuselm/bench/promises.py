@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fuselm.bench.report import LARGE_BYTES, Row, shape_text
+from fuselm.bench.report import LARGE_BYTES, Row, is_arithmetic, shape_text
 
 # The share of a copy's speed that large rows reach at least, by op and pass.
 SHARES = {
@@ -32,8 +32,7 @@ PEERS, SLOWER = ("torch", "compile", "liger"), 1.02
 HOST_SLOWER = 1.2
 # Forward and backward of bf16 logits by QuACK 0.6.5 on an H200 on which a copy of this size did 4.22 TB/s.
 QUACK_US, QUACK_COPY_TB, QUACK_SHARE = {(8192, 50304): 750.0, (8192, 131072): 1682.0}, 4.22, 0.65
-# Of a head whose matmuls are most of the work.
-FLOOR_CASE, FLOOR_SLOWER, EXTRA_BYTES = "head of 128256", 1.15, 300 << 20
+FLOOR_SLOWER, EXTRA_BYTES = 1.15, 300 << 20
 
 
 @dataclass(frozen=True)
@@ -84,7 +83,7 @@ def _of_group(group: Mapping[str, Row]) -> Iterator[Finding]:
         quack_us = QUACK_US[tuple(row["shape"])] * QUACK_COPY_TB / copy_tb
         yield Finding(op, f"µs beside QuACK's {quack_us:.0f}", where, us, QUACK_SHARE * quack_us)
     if (op, row["pass"]) == ("linear_cross_entropy", "both"):
-        if row["case"] == FLOOR_CASE:
+        if is_arithmetic(row):  # of few rows a loss takes as long as a tenth of their matmuls
             floor = group["matmuls"]["gpu_us"] if "matmuls" in group else None
             beside = None if floor is None else us / floor
             yield Finding(op, "times the three matmuls", where, beside, FLOOR_SLOWER)

@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from fuselm.bench.peers import FLOORS, NAMES
-from fuselm.bench.plots import ops_of_arithmetic
-from fuselm.bench.report import LARGE_BYTES, Row, shape_text
+from fuselm.bench.report import LARGE_BYTES, Row, ops_of_arithmetic, shape_text
 from fuselm.files import write_whole
 
 BEGIN, END = "<!-- roofline:begin -->", "<!-- roofline:end -->"
@@ -70,8 +69,8 @@ def training_block(record: Mapping[str, Any]) -> str:
     return "\n".join(
         [
             TRAINING_BEGIN,
-            f"{_machine(record)}, bf16, one run; each row in a process of its own, the first step from building the "
-            "model on (kernels built before), memory as torch's peak.",
+            f"{_machine(record)}, bf16; each row in a process of its own, the first step from building the model on "
+            "(kernels built before), memory as torch's peak.",
             "",
             "| preset | tokens a step | model | tokens/s | first step | peak memory |",
             "|---|---:|---|---:|---:|---:|",
@@ -223,8 +222,8 @@ def _memory(bound: Groups) -> list[str]:
     if not bound:
         return []
     words = (
-        "A copy is no measure of what is bound by arithmetic. Microseconds and, in brackets, MiB at the peak beyond "
-        "inputs, results and gradients:"
+        "A copy is no measure of an op that arithmetic bounds from some hundred rows on. Microseconds and, in "
+        "brackets, MiB at the peak beyond inputs, results and gradients:"
     )
     return [words, "", *_table(bound, _memory_cell), ""]
 

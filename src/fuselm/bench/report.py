@@ -48,6 +48,8 @@ ROW_FIELDS = (
 )
 # What a pass must move at least for its row to count as large: there the launch no longer shows.
 LARGE_BYTES = 256 << 20
+# Operations for each byte from which on arithmetic bounds a row, so that a copy is no measure of it.
+ARITHMETIC = 100
 # A row of `decode`: p50_us.. inside a CUDA graph, sync_p50_us.. called one by one with a wait after each.
 DECODE_FIELDS = (
     "op",
@@ -112,6 +114,16 @@ def to_json(document: Mapping[str, Any]) -> str:
             body = json.dumps(value, indent=1).replace("\n", "\n ")
         lines.append(f" {json.dumps(key)}: {body}")
     return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+def is_arithmetic(row: Row) -> bool:
+    """Whether arithmetic bounds it, and not memory."""
+    return bool(row["flops"] > ARITHMETIC * row["bytes"])
+
+
+def ops_of_arithmetic(rows: Sequence[Row]) -> set[str]:
+    """The ops of which some row is bound by arithmetic: none of theirs is shown beside a copy."""
+    return {row["op"] for row in rows if is_arithmetic(row)}
 
 
 def shape_text(shape: Sequence[int]) -> str:

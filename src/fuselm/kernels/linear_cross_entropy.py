@@ -52,11 +52,11 @@ MAX_RANK = cross_entropy.MAX_RANK
 DEFAULT_MAX_BYTES = 256 << 20
 # How a large bf16 weight's gradient waits between blocks, as linear_cross_entropy_dweight.cu has it: as fp16, below
 # 2^(TOP_EXPONENT + 1) once multiplied by a power of two, of which a word has four in every tile of columns.
-TILE_COLUMNS, TILE_WORDS, EXPONENTS_OF_WORD = 256, 256, 4
+TILE_COLUMNS, EXPONENTS_OF_WORD = 256, 4
 TOP_EXPONENT, LEAST_EXPONENT, MOST_EXPONENT = 14, -111, 127
-# So many tiles of 256 words keep a GPU busy, each from its first row to its last. Of fewer, a matmul shares out the
-# rows too, and may add up what comes of that in 16 bits.
-MANY_TILES = 512
+# So many whole tiles of so many words keep a GPU busy, each from its first row to its last. Of fewer, a matmul shares
+# out the rows too, and may add up what comes of that in 16 bits.
+MANY_TILES, TILE_WORDS = 512, 256
 # Blocks start at multiples of so many rows: whole tiles of a matmul, and aligned to 256 bytes whatever the width.
 ROWS_OF_TILE = 128
 
@@ -81,7 +81,7 @@ def tiles_across(width: int) -> int:
 
 def has_many_tiles(vocabulary: int, width: int) -> bool:
     """Whether a weight's gradient is so large that a GPU need not share out the rows it is summed over."""
-    return tiles_across(width) * (vocabulary // TILE_WORDS) >= MANY_TILES
+    return (width // TILE_COLUMNS) * (vocabulary // TILE_WORDS) >= MANY_TILES
 
 
 # ---- refusals ------------------------------------------------------------------------------------------------------
@@ -266,6 +266,7 @@ CASES = (
     _case("ignored", (90, 16), 31, BF16, targets=(-3, 31), ignore_index=-3, max_bytes=2000),
     _case("beyond the vocabulary", (45, 40), 31, F32, targets=(-4, 40), ignore_index=7, target_dtype="int32"),
     _case("all ignored", (12, 32), 50, F16, targets=(-100, -99), **_ALL),
+    _case("all ignored, bf16", (12, 32), 50, BF16, targets=(-100, -99)),
     _case("everything", (2, 50, 16), 99, BF16, bias=F32, targets=(-2, 99), ignore_index=-2, **_ALL, max_bytes=6500),
     _case("everything, losses", (4, 6, 48), 190, F32, bias=F32, reduction="none", **_ALL),
     _case("no rows", (0, 32), 40, BF16, bias=F32),

@@ -68,10 +68,11 @@ class Blocks:
     def _begin_dweight(self, weight: Tensor, max_bytes: int) -> None:
         """Choose what its sum waits in.
 
-        Several blocks of many tiles have a kernel of their own: the sum waits in 16 bits, with exponents, and no fp32
-        is written and read again. One block of many tiles is a matmul. Fewer tiles are summed in fp32, one block's too.
-        If that would take more memory than the logits may, the kernel has them as well; where there is none, each
-        block's sum is rounded to the gradient's dtype, as in a step of several micro-batches.
+        One block of many tiles is a matmul in the gradient's dtype. Several have a kernel: the sum waits in 16 bits,
+        with exponents, and no fp32 is written and read again. Fewer tiles, and many without the kernel, are summed in
+        fp32, one block's too, unless that takes more memory than the logits may. Then several blocks have the kernel,
+        or, without it, a sum that each block rounds to the gradient's dtype, as a step of micro-batches does; one block
+        is a matmul.
         """
         has_many = weight.is_cuda and contract.has_many_tiles(*weight.shape)
         is_small = 4 * weight.numel() <= max_bytes

@@ -321,19 +321,22 @@ def _plain_forward(
         loss, losses, lse = _in_blocks(blocks, scalars, mean, outputs)
         gradients = blocks.gradients(hidden.shape)
     return (
-        loss if outputs & _LOSS else None,
+        loss,
         losses.view(targets.shape) if outputs & _LOSSES else None,
         lse.view(targets.shape) if outputs & _LSE else None,
         *gradients,
     )
 
 
-def _in_blocks(blocks: Blocks, scalars: rows_loss.Scalars, mean: bool, outputs: int) -> Any:
-    """Loss, losses and lse; the gradients are left in the blocks."""
+def _in_blocks(
+    blocks: Blocks, scalars: rows_loss.Scalars, mean: bool, outputs: int
+) -> tuple[Tensor | None, Tensor, Tensor]:
+    """Loss, losses and lse, the first and the last if wanted; the gradients are left in the blocks."""
     hidden, targets, wanted = blocks.hidden, blocks.targets, outputs // _GRADIENTS
     # 1 / count would push the gradients of fp16 logits below what fp16 holds: its power of two comes last.
     in_parts = hidden.dtype == torch.float16
-    counts_itself = bool(mean and wanted and blocks.is_one and len(targets) and not in_parts)  # one kernel for six
+    # Few targets of one block are counted by one kernel of the loss, more by eight of torch's.
+    counts_itself = mean and wanted > 0 and blocks.is_one and len(targets) <= FEW_LOSSES and not in_parts
     count = _count(targets, scalars[0], len(blocks.weight)) if mean and not counts_itself else None
     divisor = _mantissa(count) if in_parts and count is not None else count
     made_by_loss = outputs & _LSE | _LOSSES | (rows_loss._COUNTED if counts_itself else 0)
@@ -344,14 +347,14 @@ def _in_blocks(blocks: Blocks, scalars: rows_loss.Scalars, mean: bool, outputs: 
         logits = blocks.logits(block)
         made = raw(logits, targets[block], divisor, *scalars, mean, made_by_loss)
         losses.append(made[1])
-        lses.append(made[2])
+        if outputs & _LSE:
+            lses.append(made[2])
         if counts_itself:
             count = made[3].clamp(min=1)
         if wanted:
             blocks.add(block, logits)
     whole = _joined(losses, hidden)
-    loss = _total(whole, count) if outputs & _LOSS else None
-    return loss, whole, _joined(lses, hidden) if outputs & _LSE else None
+    return _total(whole, count) if outputs & _LOSS else None, whole, _joined(lses, hidden)
 
 
 def _joined(parts: list[Tensor], hidden: Tensor) -> Tensor:
