@@ -250,8 +250,13 @@ def test_a_cpu_gets_fewer_rows_of_the_same_width() -> None:
 def test_cutting_down_keeps_the_width_and_shrinks_a_vocabulary() -> None:
     assert latency.cut_down(Case("", (4, 16, 1024, 1000)), 5000).shape == (1, 1, 5, 1000)
     assert latency.cut_down(Case("", (8, 1000)), 10).shape == (1, 1000)
-    head = latency.cut_down(HeadCase("", (64, 32), vocabulary=500, targets=(0, 500)), 320)
-    assert (head.shape, head.vocabulary, head.targets) == ((10, 32), 10, (0, 10))
+    head = latency.cut_down(HeadCase("head of 500", (64, 32), vocabulary=500, targets=(0, 500)), 320)
+    assert (head.name, head.shape, head.vocabulary, head.targets) == ("head of 10", (10, 32), 10, (0, 10))
+
+
+def test_heads_that_are_the_same_once_cut_down_are_measured_once() -> None:
+    cases = Plan(("linear_cross_entropy",), "cpu").cases(ops()["linear_cross_entropy"])
+    assert sorted((case.name, case.shape) for case in cases) == [("head of 512", (rows, 4096)) for rows in (64, 512)]
 
 
 @pytest.mark.parametrize("name", ["liger", "quack"])

@@ -42,7 +42,7 @@ def test_no_peer_is_faster_and_the_fastest_one_is_named() -> None:
     peers = [a_row("rms_norm", "forward", "torch", 20.0), a_row("rms_norm", "forward", "liger", 10.0)]
     assert missed([a_row("rms_norm", "forward", "fused", 10.2), *peers]) == []
     (told,) = missed([a_row("rms_norm", "forward", "fused", 10.3), *peers])
-    assert "µs beside liger's 10.300, at most 10.200" in told
+    assert "µs (liger 10.000) 10.300, at most 10.200" in told
     elsewhere = a_row("rms_norm", "forward", "compile", 1.0, shape=[8, 128])
     assert missed([a_row("rms_norm", "forward", "fused", 10.2), elsewhere]) == []
 
@@ -64,7 +64,7 @@ def test_quacks_figures_are_scaled_by_todays_copy() -> None:
     (told,) = missed(rows(0.65 * 750 + 1, copy_tb=4.22))
     assert "8192x50304" in told
     absent = missed(rows(1.0, copy_tb=4.22)[:1])
-    assert absent == ["both 8192x131072: µs beside QuACK's not measured, at most 1,682.000"]
+    assert absent == ["both 8192x131072: µs (beside QuACK) not measured, at most 1,682.000"]
 
 
 def test_a_head_is_held_against_its_matmuls_and_its_memory() -> None:

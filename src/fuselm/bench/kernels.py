@@ -30,7 +30,7 @@ from fuselm.bench.report import LARGE_BYTES, ROW_FIELDS, Results, Row, as_row, s
 from fuselm.bench.tensors import as_tuple, make_cotangents, make_inputs
 from fuselm.kernels.spec import Case, OpSpec, ops
 
-# A CPU gets the same cases with fewer rows: elements of the largest, and of the largest with --quick.
+# A CPU gets the same cases with fewer rows and words: elements of the largest, and of the largest with --quick.
 CPU_ELEMENTS, CPU_QUICK_ELEMENTS = 1 << 21, 1 << 18
 # Calls shorter than this take turns, so many times, each time elsewhere in memory and so many repeats; but not those
 # that take so many times as long as the best of their pass: of them the first figure is exact enough.

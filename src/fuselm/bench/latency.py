@@ -102,11 +102,13 @@ def _host_times(
 def cut_down(case: Case, elements: int) -> Case:
     """The case with fewer rows, and a smaller vocabulary, so that no input has more than so many elements.
 
-    The last dimension stays as it is; those before it are cut one by one, the first one first, to one at the least.
+    The last dimension stays as it is; those before it are cut one by one, the first one first, to one at the least. A
+    name that says how large the vocabulary is says so of the smaller one.
     """
     if isinstance(case, HeadCase):
         vocabulary = max(1, min(case.vocabulary, elements // max(case.shape[-1], 1)))
-        case = dataclasses.replace(case, vocabulary=vocabulary, targets=(0, vocabulary))
+        name = case.name.replace(str(case.vocabulary), str(vocabulary))
+        case = dataclasses.replace(case, name=name, vocabulary=vocabulary, targets=(0, vocabulary))
     shape = list(case.shape)
     for place in range(len(shape) - 1):
         shape[place] = max(1, min(shape[place], elements // max(math.prod(shape[place + 1 :]), 1)))

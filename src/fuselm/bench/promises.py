@@ -77,11 +77,11 @@ def _of_group(group: Mapping[str, Row]) -> Iterator[Finding]:
         yield Finding(op, "share of a copy's speed", where, row["share_of_copy"], share, at_least=True)
     if there := [group[name] for name in PEERS if name in group]:
         best = min(there, key=lambda peer: peer["gpu_us"])
-        yield Finding(op, f"µs beside {best['impl']}'s", where, us, SLOWER * best["gpu_us"])
+        yield Finding(op, f"µs ({best['impl']} {best['gpu_us']:,.3f})", where, us, SLOWER * best["gpu_us"])
     if (op, row["pass"], row["dtype"]) == ("cross_entropy", "both", "bfloat16") and tuple(row["shape"]) in QUACK_US:
         copy_tb = row["bytes"] / row["copy_us"] / 1e6
         quack_us = QUACK_US[tuple(row["shape"])] * QUACK_COPY_TB / copy_tb
-        yield Finding(op, f"µs beside QuACK's {quack_us:.0f}", where, us, QUACK_SHARE * quack_us)
+        yield Finding(op, f"µs (QuACK {quack_us:,.0f})", where, us, QUACK_SHARE * quack_us)
     if (op, row["pass"]) == ("linear_cross_entropy", "both"):
         if is_arithmetic(row):  # of few rows a loss takes as long as a tenth of their matmuls
             floor = group["matmuls"]["gpu_us"] if "matmuls" in group else None
@@ -106,7 +106,7 @@ def _missing(rows: Sequence[Row]) -> Iterator[Finding]:
     measured = {tuple(row["shape"]) for row in rows if (row["op"], row["pass"]) == ("cross_entropy", "both")}
     if any(row["op"] == "cross_entropy" for row in rows):
         for shape in sorted(QUACK_US.keys() - measured):
-            yield Finding("cross_entropy", "µs beside QuACK's", f"both {shape_text(shape)}", None, QUACK_US[shape])
+            yield Finding("cross_entropy", "µs (beside QuACK)", f"both {shape_text(shape)}", None, QUACK_US[shape])
 
 
 def _where(row: Row) -> str:
@@ -127,7 +127,11 @@ def report(found: Sequence[Finding]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print the report of a record; exit code 1 when a promise is not kept."""
-    parser = argparse.ArgumentParser(prog="python -m fuselm.bench.promises", description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m fuselm.bench.promises",
+        description=__doc__.partition("\n")[0],
+        epilog=f"A peer may be {SLOWER - 1:.0%} faster, within the noise. The exit code is 1 when a promise is missed.",
+    )
     parser.add_argument("record", type=Path, nargs="?", default=Path("gpu/h200.json"))
     parser.add_argument("--json", action="store_true", help="a list of all findings instead")
     given = parser.parse_args(arguments)

@@ -259,7 +259,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except ValueError as error:
         sys.exit(f"readme: {error}")
     if given.check:
-        sys.exit(0 if wanted == readme else "readme: README.md is behind the record: python -m fuselm.bench.readme")
+        if wanted != readme:
+            sys.exit("readme: README.md is behind the record: python -m fuselm.bench.readme")
+        print("README.md is up to date")
+        return
     from fuselm.bench import plots
 
     write_whole(README, wanted)

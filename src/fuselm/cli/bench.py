@@ -77,7 +77,10 @@ def kernels(
     plan = _plan(ops, quick, device, label, impl, containing)
     check_folder(out)
     if plan.device == "cpu":
-        typer.echo("CPU figures: plain torch on fewer rows. They say nothing about the CUDA kernels.", err=True)
+        typer.echo(
+            "CPU figures: plain torch on fewer rows and smaller heads. They say nothing about the CUDA kernels.",
+            err=True,
+        )
     results, ending = Results(), ""
     try:
         with progress(steps(plan)) as on_step:
