@@ -29,7 +29,8 @@ from fuselm.kernels.torch_ops import (
 from fuselm.kernels.torch_ops import cross_entropy as rows_loss
 from fuselm.kernels.torch_ops.blocks import DBIAS, DHIDDEN, DWEIGHT, Blocks, Gradients, sum_dtype
 
-# So many losses at most are added up in fp32, by the loss itself; more in float64.
+# So many targets at most are counted by the loss's one block of threads and, where there is no gradient, so many losses
+# added up by it, in fp32. More are torch's, whose sums have a whole GPU, and float64.
 FEW_LOSSES = 1 << 14
 # Mask of wanted outputs, for (loss, losses, lse, dhidden, dweight, dbias); the last three as in blocks.py.
 _LOSS, _LOSSES, _LSE, _GRADIENTS = 1, 2, 4, 8
@@ -335,7 +336,6 @@ def _in_blocks(
     hidden, targets, wanted = blocks.hidden, blocks.targets, outputs // _GRADIENTS
     # 1 / count would push the gradients of fp16 logits below what fp16 holds: its power of two comes last.
     in_parts = hidden.dtype == torch.float16
-    # Few targets of one block are counted by one kernel of the loss, more by eight of torch's.
     counts_itself = mean and wanted > 0 and blocks.is_one and len(targets) <= FEW_LOSSES and not in_parts
     count = _count(targets, scalars[0], len(blocks.weight)) if mean and not counts_itself else None
     divisor = _mantissa(count) if in_parts and count is not None else count
