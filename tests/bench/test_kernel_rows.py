@@ -156,7 +156,8 @@ def test_short_calls_take_turns_elsewhere_in_memory_and_all_repeats_count(monkey
     rows = {"a": row(5.0), "b": row(6.0), "far": row(6.6)}
     other = row(9.0, "backward"), peers.Peer(None)
     assert kernels.worth_turns([(rows["far"], other[1]), other]) == [(rows["far"], other[1]), other]
-    kernels.take_turns(bench, [(rows[name], peers.Peer(implementation(name))) for name in rows])
+    turns = kernels.TURNS, kernels.TURN_REPEATS
+    kernels.take_turns(bench, [(rows[name], peers.Peer(implementation(name))) for name in rows], *turns)
     assert order == ["a", "b", "b", "a"] * (kernels.TURNS // 2)  # none is always the first
     assert places[::2] == places[1::2]  # both see the same memory in a turn
     assert len({bench.tensors["x"].data_ptr(), *places}) == kernels.TURNS + 1  # and other memory in the next
@@ -170,8 +171,16 @@ def test_short_calls_take_turns_elsewhere_in_memory_and_all_repeats_count(monkey
     }
     assert (rows["b"]["gpu_us"], rows["b"]["graph"]) == (5.5, False)
     assert rows["far"] == row(6.6)  # too far behind for a second look
-    kernels.take_turns(bench, [])  # nothing short, nothing to do
+    kernels.take_turns(bench, [], *turns)  # nothing short, nothing to do
     assert len(order) == 2 * kernels.TURNS
+
+
+def test_calls_that_are_short_or_hot_take_turns_and_others_do_not() -> None:
+    memory, arithmetic = {"bytes": 1000, "flops": 1000}, {"bytes": 1000, "flops": 1000_000}
+    short = kernels.TURNS, kernels.TURN_REPEATS
+    assert kernels.turns_of({"gpu_us": 19.0, **memory}) == kernels.turns_of({"gpu_us": 19.0, **arithmetic}) == short
+    assert kernels.turns_of({"gpu_us": 80_000.0, **arithmetic}) == (kernels.HOT_TURNS, kernels.HOT_REPEATS)
+    assert kernels.turns_of({"gpu_us": 80_000.0, **memory}) is None
 
 
 def test_a_used_up_budget_is_noted_case_by_case() -> None:

@@ -343,6 +343,17 @@ def test_when_debugging_the_first_stray_target_is_named(device: str) -> None:
     assert ops.cross_entropy(logits, targets) == 0
 
 
+@on_each_device
+@pytest.mark.parametrize("grad", [False, True])
+def test_many_losses_are_added_up_in_float64_and_rounded_once(device: str, grad: bool) -> None:
+    logits, targets = problem((100_003, 5), device)
+    losses = ops.cross_entropy(logits, targets, reduction="none").double()
+    counts = (targets >= 0) & (targets < 5)
+    logits.requires_grad_(grad)
+    assert ops.cross_entropy(logits, targets, reduction="sum") == losses.sum().float()
+    assert ops.cross_entropy(logits, targets) == (losses.sum() / counts.sum()).float()
+
+
 # ---- raw calls -----------------------------------------------------------------------------------------------------
 
 

@@ -26,15 +26,17 @@ from fuselm.bench.harness import Timer, Timing, timing_of
 from fuselm.bench.latency import cut_down
 from fuselm.bench.passes import Call, make_call, named
 from fuselm.bench.peers import Peer
-from fuselm.bench.report import LARGE_BYTES, ROW_FIELDS, Results, Row, as_row, shape_text
+from fuselm.bench.report import LARGE_BYTES, ROW_FIELDS, Results, Row, as_row, is_arithmetic, shape_text
 from fuselm.bench.tensors import as_tuple, make_cotangents, make_inputs
 from fuselm.kernels.spec import Case, OpSpec, ops
 
 # A CPU gets the same cases with fewer rows and words: elements of the largest, and of the largest with --quick.
 CPU_ELEMENTS, CPU_QUICK_ELEMENTS = 1 << 21, 1 << 18
-# Calls shorter than this take turns, so many times, each time elsewhere in memory and so many repeats; but not those
-# that take so many times as long as the best of their pass: of them the first figure is exact enough.
+# Calls shorter than this take turns, so many times, each time elsewhere in memory and so many repeats; those bound by
+# arithmetic, as fast as a GPU at its limit of power, take fewer turns. But not those that take so many times as long as
+# the best of their pass: of them the first figure is exact enough.
 SHORT_US, TURNS, TURN_REPEATS, FAR_BEHIND = 20.0, 24, 40, 1.3
+HOT_TURNS, HOT_REPEATS = 4, 10
 TOO_LATE = "skipped: the time budget was used up"
 
 
@@ -163,7 +165,7 @@ def _measure_case(op: OpSpec, case: Case, timer: Timer, plan: Plan, results: Res
     except Exception as error:
         _failed(results, timer, _note(op, case, "", "torch", _words(error)))
         return
-    short: list[tuple[Row, Peer]] = []
+    again: dict[tuple[int, int], list[tuple[Row, Peer]]] = {}
     for name, peer in peers.implementations(op.name, case, plan.device, plan.impls).items():
         if peer.call is None:
             results.notes.append(_note(op, case, "", name, peer.note))
@@ -178,47 +180,55 @@ def _measure_case(op: OpSpec, case: Case, timer: Timer, plan: Plan, results: Res
                 _failed(results, timer, _note(op, case, which, name, _words(error)))
                 continue
             results.rows.append(row)
-            if timer.on_gpu and row["gpu_us"] < SHORT_US:
-                short.append((row, peer))
+            if timer.on_gpu and (turns := turns_of(row)):
+                again.setdefault(turns, []).append((row, peer))
     try:
-        take_turns(bench, short)
+        for turns, timed in again.items():
+            take_turns(bench, timed, *turns)
     except Exception as error:
         _failed(results, timer, _note(op, case, "", "all", _words(error)))
 
 
-def take_turns(bench: Bench, short: Sequence[tuple[Row, Peer]]) -> None:
-    """Time short calls anew, one after another and over again, and give each row the median of all these repeats.
+def turns_of(row: Row) -> tuple[int, int] | None:
+    """How many turns a call takes, of how many repeats; None where the first figure is exact enough."""
+    if row["gpu_us"] < SHORT_US:
+        return TURNS, TURN_REPEATS
+    return (HOT_TURNS, HOT_REPEATS) if is_arithmetic(row) else None
+
+
+def take_turns(bench: Bench, timed: Sequence[tuple[Row, Peer]], turns: int, repeats: int) -> None:
+    """Time calls anew, one after another and over again, and give each row the median of all these repeats.
 
     The same kernel over the same memory took 4.2 us in one tenth of a second and 4.8 in the next, on an idle H200, and
     as much less or more over other memory: more than implementations differ by. So each turn has its inputs elsewhere
     and begins with the next call, and what a call holds is given back before the one after it: all are offered the same
-    places.
+    places. And the same matmul took 1.41 ms and, the GPU being hotter, 1.75 two seconds later.
     """
     before = []
-    near = worth_turns(short)
+    near = worth_turns(timed)
     samples: list[list[float]] = [[] for _ in near]
     graphs = [True for _ in near]
-    for turn in range(TURNS if near else 0):
+    for turn in range(turns if near else 0):
         before.append(bench)  # stays where it is
         bench = replace(bench, tensors=make_inputs(bench.op, bench.case, bench.timer.device))
         for place in range(turn, turn + len(near)):
             place %= len(near)
             row, peer = near[place]
             with torch.set_grad_enabled(row["pass"] != "forward"):
-                found, graph = bench.timer.device_samples(bench.call(row["pass"], peer), peer.capture, TURN_REPEATS)
+                found, graph = bench.timer.device_samples(bench.call(row["pass"], peer), peer.capture, repeats)
             samples[place] += found
             graphs[place] &= graph
     for (row, _), found, graph in zip(near, samples, graphs, strict=True):
-        timed = _timed(timing_of(found, graph), row["bytes"], row["copy_us"])
-        row.update(as_row(timed, tuple(timed)))
+        anew = _timed(timing_of(found, graph), row["bytes"], row["copy_us"])
+        row.update(as_row(anew, tuple(anew)))
 
 
-def worth_turns(short: Sequence[tuple[Row, Peer]]) -> list[tuple[Row, Peer]]:
+def worth_turns(timed: Sequence[tuple[Row, Peer]]) -> list[tuple[Row, Peer]]:
     """Those that are not far behind the best of their pass."""
     best: dict[str, float] = {}
-    for row, _ in short:
+    for row, _ in timed:
         best[row["pass"]] = min(row["gpu_us"], best.get(row["pass"], math.inf))
-    return [(row, peer) for row, peer in short if row["gpu_us"] < FAR_BEHIND * best[row["pass"]]]
+    return [(row, peer) for row, peer in timed if row["gpu_us"] < FAR_BEHIND * best[row["pass"]]]
 
 
 def _prepare(op: OpSpec, case: Case, timer: Timer, device: str) -> Bench:

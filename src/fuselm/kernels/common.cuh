@@ -404,6 +404,7 @@ struct Largest {
 // kCount numbers in pairs, and pairs of those: a loop over them would put them into memory.
 template <typename Fold, int kCount>
 __device__ inline float folded(const float* value) {
+  static_assert((kCount & (kCount - 1)) == 0, "pairs all the way");
   if constexpr (kCount == 1) {
     return *value;
   } else {

@@ -330,7 +330,7 @@ __global__ void __launch_bounds__(any_threads(kLanes), 1024 / any_threads(kLanes
 
 // ---- counting, and adding up ----
 
-constexpr int kOneBlock = 1024;
+constexpr int kOneBlock = kWarp * kWarp;
 
 __device__ inline float counted_targets(const Targets& targets) {
   __shared__ float scratch[kOneBlock / kWarp];
@@ -348,22 +348,35 @@ __global__ void __launch_bounds__(kOneBlock) count_kernel(const __grid_constant_
   if (threadIdx.x == 0) *counted = count;
 }
 
+// A sum over the block in float64: many fp32 losses make one that fp32 is coarse for.
+__device__ inline double wide_block_sum(double v) {
+  __shared__ double scratch[kOneBlock / kWarp];
+  auto over_warp = [](double own) {
+#pragma unroll
+    for (int step = kWarp / 2; step > 0; step /= 2) own += __shfl_xor_sync(0xffffffffu, own, step);
+    return own;
+  };
+  v = over_warp(v);
+  if (threadIdx.x % kWarp == 0) scratch[threadIdx.x / kWarp] = v;
+  __syncthreads();
+  return over_warp(scratch[threadIdx.x % kWarp]);  // of as many warps as a warp has lanes
+}
+
 // The loss of all rows, their sum or their mean, and how many they are where that is not known yet. One block, one
-// order.
+// order, rounded once.
 __global__ void __launch_bounds__(kOneBlock) finish_kernel(const __grid_constant__ Targets targets, const float* losses,
                                                            const float* count, float* counted, float* loss, bool mean) {
-  __shared__ float scratch[kOneBlock / kWarp];
   allow_next_kernel();
   wait_for_previous_kernel();
   const float known = mean && count != nullptr ? *count : 1.0f;
-  float sum = 0.0f;
+  double sum = 0.0;
 #pragma unroll 8
   for (int64_t row = threadIdx.x; row < targets.rows; row += kOneBlock) sum += losses[row];
-  sum = row_sum<kOneBlock>(sum, scratch);
+  sum = wide_block_sum(sum);
   const float rows = mean && count == nullptr ? counted_targets(targets) : known;
   if (threadIdx.x > 0) return;
   if (counted != nullptr && mean && count == nullptr) *counted = rows;
-  if (loss != nullptr) *loss = sum / fmaxf(rows, 1.0f);
+  if (loss != nullptr) *loss = static_cast<float>(sum / fmaxf(rows, 1.0f));
 }
 
 // ---- when the incoming gradient is known ----

@@ -236,8 +236,8 @@ __device__ inline int exponent_of(const float (&sums)[128], int which) {
 
 // Leaves the sums of both words in 16 bits, each word's multiplied by a power of two.
 template <typename X>
-__device__ inline void leave_sums(const float (&sums)[128], const Fragment& fragment, const int (&exponents)[2]) {
-  const float scales[2] = {power(exponents[0]), power(exponents[1])};
+__device__ inline void leave_sums(const float (&sums)[128], const Fragment& fragment, const int (&shifts)[2]) {
+  const float scales[2] = {power(shifts[0]), power(shifts[1])};
 #pragma unroll
   for (int j = 0; j < kColumns / 8; j += 2) {
     uint32_t pairs[4];

@@ -323,13 +323,19 @@ def _plain_forward(
         losses = losses + z_loss * lse.square()
     losses = torch.where(counts, losses, 0.0)
     counted = counts.sum(dtype=torch.float32) if count is None else count
-    loss = losses.sum() / counted.clamp(min=1) if mean else losses.sum()
+    total = losses.sum(dtype=wide_dtype(losses))
+    loss = (total / counted.clamp(min=1) if mean else total).float()
     dlogits = None
     if outputs & _DLOGITS:
         one = torch.ones((), dtype=torch.float32, device=logits.device)
         dlogits = _plain_backward(logits, targets, lse, one, counted if mean else None, *scalars, 1)
     made = (loss, losses, lse, counted if count is None else None, dlogits)
     return tuple(tensor if outputs & (1 << at) else None for at, tensor in enumerate(made))  # type: ignore[return-value]
+
+
+def wide_dtype(losses: Tensor) -> torch.dtype:
+    """What losses are added up in: many of them make a sum that fp32 is coarse for."""
+    return torch.float32 if losses.device.type == "mps" else torch.float64  # which MPS lacks
 
 
 def _plain_inplace(

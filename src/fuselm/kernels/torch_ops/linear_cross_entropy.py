@@ -29,8 +29,8 @@ from fuselm.kernels.torch_ops import (
 from fuselm.kernels.torch_ops import cross_entropy as rows_loss
 from fuselm.kernels.torch_ops.blocks import DBIAS, DHIDDEN, DWEIGHT, Blocks, Gradients, sum_dtype
 
-# So many targets at most are counted by the loss's one block of threads and, where there is no gradient, so many losses
-# added up by it, in fp32. More are torch's, whose sums have a whole GPU, and float64.
+# So many losses at most, of one block of rows, are counted and added up by the loss's own block of threads; more by
+# torch's kernels, which have a whole GPU for it.
 FEW_LOSSES = 1 << 14
 # Mask of wanted outputs, for (loss, losses, lse, dhidden, dweight, dbias); the last three as in blocks.py.
 _LOSS, _LOSSES, _LSE, _GRADIENTS = 1, 2, 4, 8
@@ -282,8 +282,7 @@ def _count(targets: Tensor, ignore_index: int, vocabulary: int) -> Tensor:
 
 def _total(losses: Tensor, count: Tensor | None) -> Tensor:
     """Their sum, or their mean over `count`, rounded once: many fp32 losses make a sum that fp32 is coarse for."""
-    wide = torch.float32 if losses.device.type == "mps" else torch.float64  # which MPS lacks
-    total = losses.sum(dtype=wide)
+    total = losses.sum(dtype=rows_loss.wide_dtype(losses))
     return total.float() if count is None else torch.div(total, count, out=losses.new_empty(()))
 
 
@@ -336,10 +335,13 @@ def _in_blocks(
     hidden, targets, wanted = blocks.hidden, blocks.targets, outputs // _GRADIENTS
     # 1 / count would push the gradients of fp16 logits below what fp16 holds: its power of two comes last.
     in_parts = hidden.dtype == torch.float16
-    counts_itself = mean and wanted > 0 and blocks.is_one and len(targets) <= FEW_LOSSES and not in_parts
-    count = _count(targets, scalars[0], len(blocks.weight)) if mean and not counts_itself else None
+    by_loss = blocks.is_one and len(targets) <= FEW_LOSSES and not in_parts
+    count = _count(targets, scalars[0], len(blocks.weight)) if mean and not by_loss else None
     divisor = _mantissa(count) if in_parts and count is not None else count
-    made_by_loss = outputs & _LSE | _LOSSES | (rows_loss._COUNTED if counts_itself else 0)
+    made_by_loss = outputs & _LSE | _LOSSES
+    if by_loss:
+        made_by_loss |= outputs & _LOSS | (rows_loss._COUNTED if mean and wanted else 0)
+    loss: Tensor | None = None
     losses: list[Tensor] = []
     lses: list[Tensor] = []
     raw = rows_loss._inplace if wanted else rows_loss._forward
@@ -349,12 +351,13 @@ def _in_blocks(
         losses.append(made[1])
         if outputs & _LSE:
             lses.append(made[2])
-        if counts_itself:
-            count = made[3].clamp(min=1)
+        loss = made[0]
         if wanted:
             blocks.add(block, logits)
     whole = _joined(losses, hidden)
-    return _total(whole, count) if outputs & _LOSS else None, whole, _joined(lses, hidden)
+    if outputs & _LOSS and loss is None:
+        loss = _total(whole, count)
+    return loss, whole, _joined(lses, hidden)
 
 
 def _joined(parts: list[Tensor], hidden: Tensor) -> Tensor:
