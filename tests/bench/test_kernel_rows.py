@@ -125,7 +125,7 @@ def test_short_calls_take_turns_elsewhere_in_memory_and_all_repeats_count(monkey
 
         def device_samples(self, call: Callable[[], str], capture: bool, most: int) -> tuple[list[float], bool]:
             order.append(call())
-            assert most == kernels.TURN_REPEATS
+            assert most == 3
             return next(times[order[-1]]), capture and order[-1] == "a"
 
     def row(us: float, which: str = "forward") -> dict[str, Any]:
@@ -156,11 +156,11 @@ def test_short_calls_take_turns_elsewhere_in_memory_and_all_repeats_count(monkey
     rows = {"a": row(5.0), "b": row(6.0), "far": row(6.6)}
     other = row(9.0, "backward"), peers.Peer(None)
     assert kernels.worth_turns([(rows["far"], other[1]), other]) == [(rows["far"], other[1]), other]
-    turns = kernels.TURNS, kernels.TURN_REPEATS
-    kernels.take_turns(bench, [(rows[name], peers.Peer(implementation(name))) for name in rows], *turns)
-    assert order == ["a", "b", "b", "a"] * (kernels.TURNS // 2)  # none is always the first
+    turns = kernels.Turns(first=8, more=8, repeats=3)
+    kernels.take_turns(bench, [(rows[name], peers.Peer(implementation(name))) for name in rows], turns)
+    assert order == ["a", "b", "b", "a"] * 4  # none is always the first
     assert places[::2] == places[1::2]  # both see the same memory in a turn
-    assert len({bench.tensors["x"].data_ptr(), *places}) == kernels.TURNS + 1  # and other memory in the next
+    assert len({bench.tensors["x"].data_ptr(), *places}) == 8 + 1  # and other memory in the next
     assert rows["a"] == row(5.0) | {
         "gpu_us": 4.5,
         "gpu_us_p10": 3.0,
@@ -171,15 +171,25 @@ def test_short_calls_take_turns_elsewhere_in_memory_and_all_repeats_count(monkey
     }
     assert (rows["b"]["gpu_us"], rows["b"]["graph"]) == (5.5, False)
     assert rows["far"] == row(6.6)  # too far behind for a second look
-    kernels.take_turns(bench, [], *turns)  # nothing short, nothing to do
-    assert len(order) == 2 * kernels.TURNS
+    kernels.take_turns(bench, [], turns)  # nothing short, nothing to do
+    assert len(order) == 2 * 8
+    times["b"] = itertools.cycle([[4.6], [4.7]])
+    kernels.take_turns(bench, [(rows[name], peers.Peer(implementation(name))) for name in rows], turns)
+    assert len(order) == 2 * 8 + 2 * 16  # too close to say after eight turns
+    assert rows["b"]["gpu_us"] == 4.65
+
+
+def test_the_two_best_of_a_pass_may_be_close() -> None:
+    near = [({"pass": which}, peers.Peer(None)) for which in ("forward", "backward", "forward", "forward")]
+    assert kernels.close_calls(near, [[10.0], [5.0], [10.3, 10.4], [12.0]]) == [0, 2, 3]
+    assert kernels.close_calls(near, [[10.0], [5.0], [10.5], [12.0]]) == []
 
 
 def test_calls_that_are_short_or_hot_take_turns_and_others_do_not() -> None:
     memory, arithmetic = {"bytes": 1000, "flops": 1000}, {"bytes": 1000, "flops": 1000_000}
-    short = kernels.TURNS, kernels.TURN_REPEATS
-    assert kernels.turns_of({"gpu_us": 19.0, **memory}) == kernels.turns_of({"gpu_us": 19.0, **arithmetic}) == short
-    assert kernels.turns_of({"gpu_us": 80_000.0, **arithmetic}) == (kernels.HOT_TURNS, kernels.HOT_REPEATS)
+    assert kernels.turns_of({"gpu_us": 19.0, **memory}) == kernels.SHORT
+    assert kernels.turns_of({"gpu_us": 19.0, **arithmetic}) == kernels.SHORT
+    assert kernels.turns_of({"gpu_us": 80_000.0, **arithmetic}) == kernels.HOT
     assert kernels.turns_of({"gpu_us": 80_000.0, **memory}) is None
 
 

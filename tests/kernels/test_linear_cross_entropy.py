@@ -22,10 +22,11 @@ from fuselm import ops
 from fuselm.kernels import linear_cross_entropy as contract
 from fuselm.kernels import torch_ops
 from fuselm.kernels.spec import RefusedInput, Tolerance
+from fuselm.kernels.torch_ops import blocks, pieces, weight_sum
 from fuselm.kernels.torch_ops import cross_entropy as rows_loss
-from fuselm.kernels.torch_ops import weight_sum
 from fuselm.kernels.torch_ops.blocks import DWEIGHT, Blocks
 from fuselm.kernels.torch_ops.linear_cross_entropy import _is_plain, linear_cross_entropy_reference
+from fuselm.kernels.torch_ops.pieces import Pieces
 from tests.kernels.arrays import assert_within_rule, float64, to_numpy
 from tests.kernels.problems import DEVICES, all_numpy, op_of, problem_of, reference_of, run, solve
 
@@ -126,6 +127,126 @@ def test_many_tiles_are_512_whole_ones_of_words() -> None:
     assert not contract.has_many_tiles(512 * 256, 255)
     assert contract.has_many_tiles(10_000 // 256 * 256, 14 * 256)
     assert not contract.has_many_tiles(10_000, 13 * 256)
+
+
+@given(
+    st.integers(1024, 40_000),
+    st.integers(4096, 18_000).map(lambda n: 8 * n),
+    st.integers(128, 1250).map(lambda n: 8 * n),
+    st.integers(1 << 24, 1 << 28),
+)
+def test_first_pieces_fit_into_dweight_and_what_else_is_allowed(
+    rows: int, words: int, width: int, max_bytes: int
+) -> None:
+    found = contract.first_pieces(rows, words, width, max_bytes, 132)
+    most = min(width, max_bytes // (2 * contract.PIECE_WORDS + 4 * width)) // contract.ROWS_OF_TILE
+    is_worth = most * contract.ROWS_OF_TILE > contract.block_rows(rows, words, 2, max_bytes)
+    if found is None:
+        assert not is_worth or rows < width or words > 131_072
+        return
+    taken, piece = found
+    assert contract.block_rows(rows, words, 2, max_bytes) < taken <= min(rows, width)
+    assert taken == rows or taken % contract.ROWS_OF_TILE == 0
+    assert contract.PIECE_WORDS <= piece < words
+    assert piece % contract.TILE_WORDS == 0
+    assert 2 * taken * piece + 4 * taken * width <= max_bytes
+
+
+def test_heads_of_128k_begin_with_all_their_columns_in_rows() -> None:
+    for rows, words, piece in [(4096, 128_256, 19_968), (16384, 128_256, 19_968), (8192, 131_072, 22_016)]:
+        assert contract.first_pieces(rows, words, 4096, contract.DEFAULT_MAX_BYTES, 132) == (4096, piece)
+    assert contract.first_pieces(32768, 50_304, 768, contract.DEFAULT_MAX_BYTES, 132) is None  # blocks are larger
+    assert contract.first_pieces(4096, 128_255, 4096, contract.DEFAULT_MAX_BYTES, 132) is None  # no vectors
+    assert contract.first_pieces(4096, 131_080, 4096, contract.DEFAULT_MAX_BYTES, 132) is None  # a cluster of 16
+
+
+@pytest.mark.parametrize("rows", [48, 130])  # all of them in pieces, and some in blocks after them
+@pytest.mark.parametrize("many", [1, 512])  # a gradient that a matmul makes, or the kernel that adds up
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"reduction": "sum", "softcap": 5.0}, {"label_smoothing": 0.1, "z_loss": 1e-3, "ignore_index": 7}],
+    ids=str,
+)
+def test_a_head_that_begins_in_pieces_is_worth_what_blocks_are(
+    rows: int, many: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = head(rows, 64, 300, torch.bfloat16)
+    given["bias"] = torch.linspace(-1, 1, 300).bfloat16().requires_grad_()
+    given["targets"][::7] = 7
+    truth = exact(given, **options)
+    plain = gradients(given, **options)
+    monkeypatch.setattr(contract, "MANY_TILES", 0 if many == 1 else many)
+    monkeypatch.setattr(blocks, "first_pieces", lambda *arguments: (48, 104))  # three pieces, of 104, 104 and 92 words
+    taken: list[int] = []
+    inplace = pieces.inplace
+    monkeypatch.setattr(pieces, "inplace", lambda *arguments: taken.append(len(arguments[1])) or inplace(*arguments))
+    found = gradients(given, **options, max_bytes=300 * 2 * 40)
+    assert taken == [48]
+    for name, right in truth.items():
+        assert rms_error(found[name], right) <= 1.2 * rms_error(plain[name], right) + 1e-7, name
+    for name in ("hidden", "weight", "bias"):  # the gradient of one alone
+        alone = {key: t if key in (name, "targets") else t.detach() for key, t in given.items()}
+        (only,) = gradients(alone, **options, max_bytes=300 * 2 * 40).values()
+        assert rms_error(only, truth[name]) <= 1.2 * rms_error(plain[name], truth[name]) + 1e-7, name
+    assert taken == [48, 48]  # dweight's memory is what pieces lie in
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("words", "piece"), [(131_072, 16_384), (128_256, 19_968), (33_000, 16_896), (262_144, 65_536)]
+)
+@pytest.mark.parametrize(
+    "scalars", [(-100, 0.0, 0.0, 0.0), (-100, 0.0, 1e-3, 0.0), (3, 0.1, 1e-3, 5.0)], ids=["plain", "z", "all"]
+)
+def test_a_loss_over_pieces_has_the_bits_of_one_over_rows(
+    cuda: str, words: int, piece: int, scalars: tuple[Any, ...]
+) -> None:
+    if torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("no clusters")
+    made = torch.Generator(cuda).manual_seed(0)
+    rows, count = 65, math.ceil(words / piece)
+    logits = 3 * torch.randn(rows, words, device=cuda, generator=made)
+    whole = logits.bfloat16()
+    targets = torch.randint(words, (rows,), device=cuda, generator=made)
+    targets[:count] = torch.arange(count, device=cuda) * piece  # the first word of every piece, and the last of the row
+    targets[count], targets[count + 1], targets[count + 2] = words - 1, 3, -100
+    dweight = torch.full((words, rows + 15), 7.0, dtype=torch.bfloat16, device=cuda)
+    memory = torch.empty(Pieces.workspace_size(rows, piece, rows + 15), dtype=torch.bfloat16, device=cuda)
+    parts = Pieces(memory, dweight, rows, piece)
+    for mean in (True, False):
+        right_gradient = whole.clone()
+        right = rows_loss._inplace(right_gradient, targets, None, *scalars, mean, 0b1111)
+        for own, part in parts:
+            part.copy_(whole[:, own])
+        found = pieces.inplace(parts, targets, None, *scalars, mean, 0b1111)
+        for a, b in zip(found, right, strict=True):
+            assert (a is None and b is None) or torch.equal(a, b)
+        for own, part in parts:
+            assert torch.equal(part, right_gradient[:, own])
+    assert (dweight[(count - 1) * piece :] == 7.0).all()  # the place of the last piece's gradient is nobody's
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1000, 1324])  # all of them in pieces, and some in blocks after them
+def test_a_head_begins_in_pieces_on_a_gpu(cuda: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = head(rows, 1024, 33_024, torch.bfloat16, cuda)
+    given["bias"] = torch.linspace(-1, 1, 33_024).bfloat16().to(cuda).requires_grad_()
+    given["targets"][::7] = -100
+    options: dict[str, Any] = {"label_smoothing": 0.1, "z_loss": 1e-3, "softcap": 20.0}
+    leaves = ("hidden", "weight", "bias")
+    doubles = {name: t.detach().double().requires_grad_() if name in leaves else t for name, t in given.items()}
+    truth = torch.autograd.grad(
+        linear_cross_entropy_reference(**doubles, **options), [doubles[name] for name in leaves]
+    )
+    torchs = torch.autograd.grad(linear_cross_entropy_reference(**given, **options), [given[name] for name in leaves])
+    taken: list[int] = []
+    inplace = pieces.inplace
+    monkeypatch.setattr(pieces, "inplace", lambda *arguments: taken.append(len(arguments[1])) or inplace(*arguments))
+    found = gradients(given, **options, max_bytes=48 << 20)
+    assert taken == ([min(rows, 1024)] if weight_sum.serves(given["hidden"], given["weight"]) else [])
+    for name, right, yardstick in zip(leaves, truth, torchs, strict=True):
+        assert rms_error(found[name], right) <= 1.05 * rms_error(yardstick, right) + 1e-7, name
+    assert all(torch.equal(a, found[name]) for name, a in gradients(given, **options, max_bytes=48 << 20).items())
 
 
 @on_each_device
@@ -401,7 +522,8 @@ def test_a_large_head_is_as_right_as_torch_with_all_logits(cuda: str, rows: int,
         results = (loss.detach(), *torch.autograd.grad(loss, (hidden, weight)))
         found.append([rms_error(result, right) for result, right in zip(results, truth, strict=True)])
         del loss, results
-    # At the default bound of memory the weight's gradient is added up over 4, 16, 1, 1 and 2 blocks.
+    # At the default bound of memory the weight's gradient is added up over 1, 13, 1, 1 and 2 blocks, the first of a
+    # vocabulary of 128256 in pieces.
     for ours, torchs in zip(*found, strict=True):
         assert ours <= 1.05 * torchs + 1e-7, found
 

@@ -11,6 +11,7 @@ that to hurt least, ops take turns and each begins with its large cases; at the 
 from __future__ import annotations
 
 import math
+import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -32,12 +33,24 @@ from fuselm.kernels.spec import Case, OpSpec, ops
 
 # A CPU gets the same cases with fewer rows and words: elements of the largest, and of the largest with --quick.
 CPU_ELEMENTS, CPU_QUICK_ELEMENTS = 1 << 21, 1 << 18
-# Calls shorter than this take turns, so many times, each time elsewhere in memory and so many repeats; those bound by
-# arithmetic, as fast as a GPU at its limit of power, take fewer turns. But not those that take so many times as long as
-# the best of their pass: of them the first figure is exact enough.
-SHORT_US, TURNS, TURN_REPEATS, FAR_BEHIND = 20.0, 24, 40, 1.3
-HOT_TURNS, HOT_REPEATS = 4, 10
+# Calls shorter than this take turns; those bound by arithmetic, as fast as a GPU at its limit of power, do too. But not
+# those that take so many times as long as the best of their pass: of them the first figure is exact enough.
+SHORT_US, FAR_BEHIND = 20.0, 1.3
+# Two implementations that are no further apart than this after their turns are close to each other.
+CLOSE = 1.04
 TOO_LATE = "skipped: the time budget was used up"
+
+
+@dataclass(frozen=True)
+class Turns:
+    """How many turns calls take, how many more where the best of a pass are close, and how many repeats each."""
+
+    first: int
+    more: int
+    repeats: int
+
+
+SHORT, HOT = Turns(24, 24, 40), Turns(4, 0, 10)
 
 
 class DeviceLost(RuntimeError):
@@ -165,7 +178,7 @@ def _measure_case(op: OpSpec, case: Case, timer: Timer, plan: Plan, results: Res
     except Exception as error:
         _failed(results, timer, _note(op, case, "", "torch", _words(error)))
         return
-    again: dict[tuple[int, int], list[tuple[Row, Peer]]] = {}
+    again: dict[Turns, list[tuple[Row, Peer]]] = {}
     for name, peer in peers.implementations(op.name, case, plan.device, plan.impls).items():
         if peer.call is None:
             results.notes.append(_note(op, case, "", name, peer.note))
@@ -184,19 +197,19 @@ def _measure_case(op: OpSpec, case: Case, timer: Timer, plan: Plan, results: Res
                 again.setdefault(turns, []).append((row, peer))
     try:
         for turns, timed in again.items():
-            take_turns(bench, timed, *turns)
+            take_turns(bench, timed, turns)
     except Exception as error:
         _failed(results, timer, _note(op, case, "", "all", _words(error)))
 
 
-def turns_of(row: Row) -> tuple[int, int] | None:
-    """How many turns a call takes, of how many repeats; None where the first figure is exact enough."""
+def turns_of(row: Row) -> Turns | None:
+    """Those that a call takes; None where the first figure is exact enough."""
     if row["gpu_us"] < SHORT_US:
-        return TURNS, TURN_REPEATS
-    return (HOT_TURNS, HOT_REPEATS) if is_arithmetic(row) else None
+        return SHORT
+    return HOT if is_arithmetic(row) else None
 
 
-def take_turns(bench: Bench, timed: Sequence[tuple[Row, Peer]], turns: int, repeats: int) -> None:
+def take_turns(bench: Bench, timed: Sequence[tuple[Row, Peer]], turns: Turns) -> None:
     """Time calls anew, one after another and over again, and give each row the median of all these repeats.
 
     The same kernel over the same memory took 4.2 us in one tenth of a second and 4.8 in the next, on an idle H200, and
@@ -208,19 +221,35 @@ def take_turns(bench: Bench, timed: Sequence[tuple[Row, Peer]], turns: int, repe
     near = worth_turns(timed)
     samples: list[list[float]] = [[] for _ in near]
     graphs = [True for _ in near]
-    for turn in range(turns if near else 0):
+    left = list(range(len(near)))  # whose turn comes
+    for turn in range(turns.first + turns.more):
+        if turn == turns.first:
+            left = close_calls(near, samples)
+        if not left:
+            break
         before.append(bench)  # stays where it is
         bench = replace(bench, tensors=make_inputs(bench.op, bench.case, bench.timer.device))
-        for place in range(turn, turn + len(near)):
-            place %= len(near)
+        for step in range(turn, turn + len(left)):
+            place = left[step % len(left)]
             row, peer = near[place]
             with torch.set_grad_enabled(row["pass"] != "forward"):
-                found, graph = bench.timer.device_samples(bench.call(row["pass"], peer), peer.capture, repeats)
+                found, graph = bench.timer.device_samples(bench.call(row["pass"], peer), peer.capture, turns.repeats)
             samples[place] += found
             graphs[place] &= graph
     for (row, _), found, graph in zip(near, samples, graphs, strict=True):
         anew = _timed(timing_of(found, graph), row["bytes"], row["copy_us"])
         row.update(as_row(anew, tuple(anew)))
+
+
+def close_calls(near: Sequence[tuple[Row, Peer]], samples: Sequence[Sequence[float]]) -> list[int]:
+    """The places of those of which the fastest of their pass, by the median, is hardly faster than the next."""
+    found: list[int] = []
+    for which in dict.fromkeys(row["pass"] for row, _ in near):
+        places = [place for place, (row, _) in enumerate(near) if row["pass"] == which]
+        medians = sorted(statistics.median(samples[place]) for place in places)
+        if len(medians) > 1 and medians[1] <= CLOSE * medians[0]:
+            found += places
+    return found
 
 
 def worth_turns(timed: Sequence[tuple[Row, Peer]]) -> list[tuple[Row, Peer]]:

@@ -236,6 +236,7 @@ STABLE_TORCH_LIBRARY_IMPL(fuselm, CUDA, m) {
   FUSELM_OP(softmax_backward, nullptr);
   FUSELM_OP(cross_entropy_forward, nullptr);
   FUSELM_OP(cross_entropy_inplace, nullptr);
+  FUSELM_OP(cross_entropy_pieces, nullptr);
   FUSELM_OP(cross_entropy_backward, nullptr);
   FUSELM_OP(cross_entropy_correct, nullptr);
   FUSELM_OP(linear_cross_entropy_scale, nullptr);

@@ -37,6 +37,31 @@ struct Formula {
   }
 };
 
+// Logits [rows, V] that lie in pieces of V, each [rows, so many vectors]: the first where `logits` say, the others in
+// `rest`, so many bytes apart. A part of a row has no more vectors than a piece, so it lies in two of them at most.
+struct Pieces {
+  int vectors = 0;
+  char* rest = nullptr;
+  int64_t apart = 0;
+};
+
+// Where the vectors of a row, or of a part of one, are: one after another, and in pieces from the `until`-th on
+// further.
+template <bool kPieces>
+struct Stretch {
+  char* data;
+
+  __device__ char* at(int i) const { return data + i * 16; }
+};
+template <>
+struct Stretch<true> {
+  char* data;
+  int until;
+  int64_t further;
+
+  __device__ char* at(int i) const { return data + i * 16 + (i < until ? 0 : further); }
+};
+
 struct LossArgs {
   // What every launch reads comes first, in one line of the constant cache: see softmax.cu.
   const char* logits;
@@ -53,11 +78,20 @@ struct LossArgs {
   bool each_row, unless_one;
   Parts parts;
   Rows logits_rows, out;  // out: the gradient, absent when it is not wanted
+  Pieces pieces;
 
   __device__ float incoming(int64_t row) const { return dloss == nullptr ? 1.0f : dloss[each_row ? row : 0]; }
   template <typename X>
   __device__ const char* row(int64_t index) const {
     return likely(adjacent) ? logits + index * targets.width * static_cast<int64_t>(sizeof(X)) : logits_rows.row(index);
+  }
+  // The part of a row that begins with its vector `skip`.
+  __device__ Stretch<true> in_pieces(int64_t index, int skip) const {
+    const int piece = skip / pieces.vectors, before = piece * pieces.vectors;
+    const int64_t row_bytes = pieces.vectors * int64_t{16};
+    char* const own = piece == 0 ? const_cast<char*>(logits) : pieces.rest + (piece - 1) * pieces.apart;
+    char* const next = pieces.rest + piece * pieces.apart;
+    return {own + index * row_bytes + (skip - before) * 16, before + pieces.vectors - skip, next - own - row_bytes};
   }
 };
 
@@ -129,7 +163,7 @@ __device__ inline void store_no_loss(const LossArgs& a, int64_t row) {
 template <typename C, bool kPlain>
 constexpr int kLossBlocks = fitting_blocks(C::kThreads, !kPlain && C::kBlocks > 1 ? C::kBlocks / 2 : C::kBlocks);
 
-template <typename X, typename C, bool kParted, bool kPlain>
+template <typename X, typename C, bool kParted, bool kPlain, bool kPieces = false>
 __global__ void __launch_bounds__(C::kThreads, (kLossBlocks<C, kPlain>))
     cross_entropy_kernel(const __grid_constant__ LossArgs a) {
   constexpr int N = kVec<X>;
@@ -144,7 +178,12 @@ __global__ void __launch_bounds__(C::kThreads, (kLossBlocks<C, kPlain>))
   // Gradients of 16 bits are corrected by the kernel below; those of 32 are worth the sums they were made with.
   const float incoming = sizeof(X) == 4 && at.count > 0 ? a.incoming(at.row) : 1.0f;
   const bool left_alone = sizeof(X) == 4 && a.unless_one && incoming == 1.0f;
-  const char* row = a.row<X>(at.row) + at.skip * 16;
+  Stretch<kPieces> row;
+  if constexpr (kPieces) {
+    row = a.in_pieces(at.row, at.skip);
+  } else {
+    row.data = const_cast<char*>(a.row<X>(at.row)) + at.skip * 16;
+  }
   const uint64_t policy = read_policy(a.large);
   // A row is asked for before it is known whether it counts: to wait for its target first would cost every row a tenth
   // of its time.
@@ -153,7 +192,7 @@ __global__ void __launch_bounds__(C::kThreads, (kLossBlocks<C, kPlain>))
   for (int v = 0; v < C::kVecs; ++v) {
     const int i = at.lane + v * C::kLanes;
     raw[v] = make_uint4(0, 0, 0, 0);
-    if (i < at.count && !left_alone) raw[v] = load_vector(row + i * 16, policy);
+    if (i < at.count && !left_alone) raw[v] = load_vector(row.at(i), policy);
   }
   const int target = at.count > 0 ? a.targets.of(at.row) : -1;
   const int count = target >= 0 && !left_alone ? at.count : 0;
@@ -163,7 +202,7 @@ __global__ void __launch_bounds__(C::kThreads, (kLossBlocks<C, kPlain>))
   const float share = a.out.present() ? share_of_mean(a.count) : 0.0f;
   const int place = target / N - at.skip;  // of the target's vector, in this part
   const bool owner = count > 0 && place >= 0 && place < count && place % C::kLanes == at.lane;
-  const float own = owner ? to_float(reinterpret_cast<const X*>(row + place * 16)[target % N]) : 0.0f;
+  const float own = owner ? to_float(reinterpret_cast<const X*>(row.at(place))[target % N]) : 0.0f;
 
   std::conditional_t<kPlain, PackedVector<X>, FloatVector<X>> held[C::kVecs];
   Power<X> mine = {-infinity(), 0.0f};
@@ -220,9 +259,10 @@ __global__ void __launch_bounds__(C::kThreads, (kLossBlocks<C, kPlain>))
   if (owner) store_loss(a, at.row, whole, level, linear, bent_own);
   if (!a.out.present() || left_alone || at.count == 0) return;
 
-  char* out_row = a.out.row(at.row) + at.skip * 16;
+  Stretch<kPieces> out = row;
+  if constexpr (!kPieces) out.data = a.out.row(at.row) + at.skip * 16;
   if (target < 0) {
-    for (int i = at.lane; i < at.count; i += C::kLanes) store_vector(out_row + i * 16, make_uint4(0, 0, 0, 0));
+    for (int i = at.lane; i < at.count; i += C::kLanes) store_vector(out.at(i), make_uint4(0, 0, 0, 0));
     return;
   }
   const float lse = a.formula.z_loss != 0.0f ? whole.top + log_of_sum(whole, level) : 0.0f;
@@ -234,11 +274,11 @@ __global__ void __launch_bounds__(C::kThreads, (kLossBlocks<C, kPlain>))
       float value[N];
       held[v].get(value);
       gradient.template apply<kPlain>(a.formula, value);
-      if (there) store_floats<X>(out_row + i * 16, value);
+      if (there) store_floats<X>(out.at(i), value);
     });
   }
   if (owner) {
-    reinterpret_cast<X*>(out_row + place * 16)[target % N] =
+    reinterpret_cast<X*>(out.at(place))[target % N] =
         from_float<X>(gradient.template at_target<kPlain>(a.formula, bent_own));
   }
 }
@@ -508,9 +548,29 @@ LossArgs make_loss_args(const TensorView& logits, const Targets& targets, const 
   return a;
 }
 
+// Logits in pieces: a cluster for each row.
+template <typename X, bool kPlain>
+Status launch_pieces(const LossArgs& a, const DeviceFacts& facts, int device, cudaStream_t stream) {
+  bool launched = false;
+  WideConfigs<X, true>::pick(a.parts.vectors, [&](auto config) {
+    using C = decltype(config);
+    static std::atomic<int> clusters[kMaxDevices][kMaxParts + 1];
+    launched = launch_parts(cross_entropy_kernel<X, C, true, kPlain, true>, a, a.targets.rows, a.parts.count,
+                            C::kThreads, a.chained, facts, clusters[device][a.parts.count], stream);
+  });
+  return launched ? Status::kOk : Status::kBadDevice;
+}
+
 template <typename X>
 Status launch_loss(const LossArgs& a, const DeviceFacts& facts, int device, cudaStream_t stream) {
   const bool plain = a.formula.softcap == 0.0f && a.formula.smoothing == 0.0f;
+  if (a.pieces.vectors > 0) {
+    if constexpr (std::is_same_v<X, bf16>) {
+      return plain ? launch_pieces<X, true>(a, facts, device, stream)
+                   : launch_pieces<X, false>(a, facts, device, stream);
+    }
+    return Status::kBadDtype;
+  }
   const bool vectors = a.logits_rows.vectors && a.out.vectors;
   const auto launch =
       plain ? launch_rows<X, LossKernels<X, true>, LossArgs> : launch_rows<X, LossKernels<X, false>, LossArgs>;
@@ -527,7 +587,7 @@ bool is_scalar(const TensorView& view) {
 Status run_loss(const TensorView& logits, const TensorView& targets, const TensorView& count, int64_t ignore_index,
                 double smoothing, double z_loss, double softcap, bool mean, const TensorView& loss,
                 const TensorView& losses, const TensorView& lse, const TensorView& counted, const TensorView& out,
-                Stream stream) {
+                Stream stream, const Pieces& pieces = {}) {
   const Status status = check_loss(logits, targets, smoothing, z_loss, softcap);
   if (status != Status::kOk) return status;
   if (count.present() && !is_scalar(count)) return Status::kBadShape;
@@ -553,6 +613,7 @@ Status run_loss(const TensorView& logits, const TensorView& targets, const Tenso
       a.formula = make_formula(smoothing, z_loss, softcap);
       a.count = mean ? count_at : nullptr, a.after_count = before;
       a.losses = static_cast<float*>(losses.data), a.lse = static_cast<float*>(lse.data);
+      a.pieces = pieces;
       return launch_loss<X>(a, facts, guard.device(), queue);
     });
   }
@@ -622,6 +683,31 @@ Status cross_entropy_inplace(const InOut& logits, const Input& targets, const Op
                              Stream stream) {
   return softmax::run_loss(logits, targets, count, ignore_index, label_smoothing, z_loss, softcap, mean, loss, losses,
                            lse, counted, logits, stream);
+}
+
+Status cross_entropy_pieces(const InOut& first, const InOut& rest, const Input& targets, const OptionalInput& count,
+                            int64_t words, int64_t ignore_index, double label_smoothing, double z_loss, double softcap,
+                            bool mean, const Scalar& loss, const RowStat<0>& losses, const RowStat<0>& lse,
+                            const Scalar& counted, Stream stream) {
+  constexpr int N = kVec<bf16>;
+  if (first.dtype != DType::kBFloat16 || rest.dtype != DType::kBFloat16) return Status::kBadDtype;
+  const int64_t rows = first.sizes[0], piece = first.sizes[1];
+  const bool fit = first.rank == 2 && first.strides[1] == 1 && first.strides[0] == piece && rest.rank == 3 &&
+                   rest.sizes[1] == rows && rest.sizes[2] == piece && rest.strides[2] == 1 &&
+                   rest.strides[1] == piece && rest.strides[0] >= rows * piece;
+  const auto aligned = [](const TensorView& view) { return reinterpret_cast<uintptr_t>(view.data) % 16 == 0; };
+  if (!fit || piece % N != 0 || words % N != 0 || rest.strides[0] % N != 0 || !aligned(first) || !aligned(rest)) {
+    return Status::kBadShape;
+  }
+  // The last piece may have fewer words; a part of a row fits into a piece, and a row has several parts.
+  const Parts parts = softmax::parts_of<bf16>(words);
+  if (words <= rest.sizes[0] * piece || words > (rest.sizes[0] + 1) * piece) return Status::kBadShape;
+  if (parts.count == 1 || parts.count > kMaxParts || parts.vectors > piece / N) return Status::kBadShape;
+  TensorView logits = first;
+  logits.sizes[1] = words;
+  const softmax::Pieces pieces = {static_cast<int>(piece / N), static_cast<char*>(rest.data), rest.strides[0] * 2};
+  return softmax::run_loss(logits, targets, count, ignore_index, label_smoothing, z_loss, softcap, mean, loss, losses,
+                           lse, counted, logits, stream, pieces);
 }
 
 Status cross_entropy_backward(const Input& logits, const Input& targets, const Input& lse, const Input& dloss,

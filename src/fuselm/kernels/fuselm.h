@@ -104,6 +104,11 @@ FUSELM_EXPORT Status cross_entropy_inplace(const InOut& logits, const Input& tar
                                            int64_t ignore_index, double label_smoothing, double z_loss, double softcap,
                                            bool mean, const Scalar& loss, const RowStat<0>& losses,
                                            const RowStat<0>& lse, const Scalar& counted, Stream stream);
+FUSELM_EXPORT Status cross_entropy_pieces(const InOut& first, const InOut& rest, const Input& targets,
+                                          const OptionalInput& count, int64_t words, int64_t ignore_index,
+                                          double label_smoothing, double z_loss, double softcap, bool mean,
+                                          const Scalar& loss, const RowStat<0>& losses, const RowStat<0>& lse,
+                                          const Scalar& counted, Stream stream);
 FUSELM_EXPORT Status cross_entropy_backward(const Input& logits, const Input& targets, const Input& lse,
                                             const Input& dloss, const OptionalInput& count, int64_t ignore_index,
                                             double label_smoothing, double z_loss, double softcap,

@@ -3,7 +3,9 @@
     logits = hidden @ weight.T + bias            summed in fp32, rounded to hidden's dtype; [M, D] x [V, D] -> [M, V]
     loss   = cross_entropy(logits, targets)      kernels/cross_entropy.py, with all of its options
 
-without ever holding all logits: rows are worked off in blocks of `block_rows()`. Backward, a block at a time:
+without ever holding all logits: rows are worked off in blocks of `block_rows()`. (In PyTorch on Hopper a large head
+begins with as many rows as dweight has columns, in whose memory their logits are: see `first_pieces()`.) Backward, a
+block at a time:
 
     dlogits = those of cross_entropy             rounded to hidden's dtype, where the logits were
     dhidden = dlogits @ weight                   in hidden's dtype
@@ -26,6 +28,7 @@ numpy and no framework.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -59,6 +62,9 @@ TOP_EXPONENT, LEAST_EXPONENT, MOST_EXPONENT = 14, -111, 127
 MANY_TILES, TILE_WORDS = 512, 256
 # Blocks start at multiples of so many rows: whole tiles of a matmul, and aligned to 256 bytes whatever the width.
 ROWS_OF_TILE = 128
+# The loss's kernel shares out the words of a wide row in parts of at most so many, and a piece must not have fewer. A
+# cluster has a block for each part, and every GPU that has clusters has those of so many.
+PIECE_WORDS, MOST_PARTS = 16384, 8
 
 
 def block_rows(rows: int, vocabulary: int, element_bytes: int, max_bytes: int) -> int:
@@ -72,6 +78,37 @@ def block_rows(rows: int, vocabulary: int, element_bytes: int, max_bytes: int) -
     tile = ROWS_OF_TILE if most >= ROWS_OF_TILE else 1
     blocks = math.ceil(rows / (most // tile * tile))
     return math.ceil(math.ceil(rows / blocks) / tile) * tile
+
+
+@functools.lru_cache
+def first_pieces(
+    rows: int, vocabulary: int, width: int, max_bytes: int, multiprocessors: int
+) -> tuple[int, int] | None:
+    """How many rows of a 16-bit head are worth beginning with at once, their logits in pieces of how many words.
+
+    Pieces lie in the memory of dweight, which has room for the logits of as many rows as it has columns; one piece, and
+    the sum of dhidden in fp32, need memory of their own: at most max_bytes. None where a block has as many rows. Pieces
+    have as many words as leave the fewest tiles to the last wave of a matmul.
+    """
+    taken = min(rows, width, max_bytes // (2 * PIECE_WORDS + 4 * width))
+    if taken < rows:
+        taken = taken // ROWS_OF_TILE * ROWS_OF_TILE
+    if vocabulary % 8 or not PIECE_WORDS < vocabulary <= MOST_PARTS * PIECE_WORDS:
+        return None
+    if taken <= block_rows(rows, vocabulary, 2, max_bytes):
+        return None
+    most = min((max_bytes // taken - 4 * width) // 2, vocabulary - 1)
+
+    def waves(words: int) -> int:
+        whole, last = divmod(vocabulary, words)
+        return whole * _waves(taken, words, multiprocessors) + _waves(taken, last, multiprocessors)
+
+    return taken, min(range(PIECE_WORDS, most + 1, TILE_WORDS), key=lambda words: (waves(words), -words))
+
+
+def _waves(rows: int, words: int, multiprocessors: int) -> int:
+    tiles = math.ceil(rows / ROWS_OF_TILE) * math.ceil(words / TILE_WORDS)
+    return math.ceil(tiles / multiprocessors)
 
 
 def tiles_across(width: int) -> int:

@@ -40,7 +40,8 @@ constexpr int kAlignment = 1024;  // of what is swizzled
 
 struct Args {
   CUtensorMap dlogits, hidden, dweight;
-  int8_t* exponents;  // [tile of columns][word][thread of four]
+  int8_t* exponents;        // [tile of columns][word][thread of four]
+  int64_t exponents_apart;  // those of one tile from those of the next
   int words, steps, tiles, tiles_across;
   bool first, last;
 };
@@ -263,7 +264,7 @@ __device__ inline void multiply_tiles(const Args& a, Tiles& tiles, uint32_t rank
   for (int index = first; index < a.tiles; index += step, sums_parity ^= 1) {
     const Tile tile(a, index, rank);
     const int word = tile.word + group * kWordsOfGroup + row;
-    int8_t* const exponents = a.exponents + (static_cast<int64_t>(tile.across) * a.words + word) * 4 + lane % 4;
+    int8_t* const exponents = a.exponents + tile.across * a.exponents_apart + static_cast<int64_t>(word) * 4 + lane % 4;
     int before[2] = {};
 #pragma unroll
     for (int which = 0; which < 2; ++which) {  // asked for before they are needed
@@ -397,7 +398,7 @@ Status linear_cross_entropy_dweight(const Input& dlogits, const Input& hidden, c
   const bool fit =
       is_matrix(dlogits, rows, words) && is_matrix(hidden, rows, width) && is_matrix(dweight, words, width);
   const bool scales = exponents.rank == 2 && exponents.sizes[0] == across && exponents.sizes[1] == words &&
-                      exponents.strides[1] == 1 && exponents.strides[0] == words;
+                      exponents.strides[1] == 1 && (across == 1 || exponents.strides[0] >= words);
   if (!fit || !scales || rows < 1 || words < 1 || width < 1 || rows > INT32_MAX - kDepth) return Status::kBadShape;
   const int64_t tiles = across * divide_up(words, kPair * kWords);
   if (tiles > INT32_MAX / 2 || words > INT32_MAX / 2 || width > INT32_MAX / 2) return Status::kBadShape;
@@ -413,7 +414,7 @@ Status linear_cross_entropy_dweight(const Input& dlogits, const Input& hidden, c
       !describe_matrix(dweight, a.dweight)) {
     return Status::kCudaError;
   }
-  a.exponents = static_cast<int8_t*>(exponents.data);
+  a.exponents = static_cast<int8_t*>(exponents.data), a.exponents_apart = exponents.strides[0] * 4;
   a.words = static_cast<int>(words), a.steps = static_cast<int>(divide_up(rows, kDepth));
   a.tiles = static_cast<int>(tiles), a.tiles_across = static_cast<int>(across);
   a.first = first, a.last = last;

@@ -4,7 +4,7 @@ Knows torch's matmul and how much memory may be held; nothing of losses.
 
     blocks = Blocks(hidden, weight, targets, bias, max_bytes, DHIDDEN | DWEIGHT)
     for block in blocks:
-        logits = blocks.logits(block)           # in memory that the next block's will take
+        logits = blocks.logits(block)           # in memory that the next block's will take; the first may be Pieces
         blocks.add(block, dlogits)
     dhidden, dweight, dbias = blocks.gradients(hidden.shape)
 """
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from fuselm.kernels import linear_cross_entropy as contract
 from fuselm.kernels.torch_ops import weight_sum
+from fuselm.kernels.torch_ops.pieces import Pieces
 
 DHIDDEN, DWEIGHT, DBIAS = 1, 2, 4  # mask of gradients
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
@@ -47,9 +48,15 @@ class Blocks:
         self.bias = None if bias is None else bias.to(hidden.dtype)
         self.targets = targets.reshape(-1).contiguous()  # [M]
         rows = len(self.targets)
-        self.size = contract.block_rows(rows, vocabulary, held * hidden.element_size(), max_bytes)
+        plan = first_pieces(self.hidden, weight, max_bytes) if wanted & DWEIGHT and held == 1 else None
+        self.begun = plan[0] if plan else 0  # rows that come first, in pieces
+        self.size = contract.block_rows(rows - self.begun, vocabulary, held * hidden.element_size(), max_bytes)
         # Rows begin at multiples of 16 bytes, as the loads of tensor cores want it, also where the vocabulary is odd.
-        self.workspace = hidden.new_empty(self.size, math.ceil(vocabulary / 8) * 8)[:, :vocabulary]
+        across = math.ceil(vocabulary / 8) * 8
+        blocks_take = self.size * across if self.begun < rows or not plan else 0
+        pieces_take = Pieces.workspace_size(*plan, width) if plan else 0
+        memory = hidden.new_empty(max(blocks_take, pieces_take))
+        self.workspace = memory[:blocks_take].view(-1, across)[:, :vocabulary]
         self.dhidden = hidden.new_empty(self.hidden.shape) if wanted & DHIDDEN else None
         self.dweight: Tensor | None = None
         self.exponents: Tensor | None = None
@@ -57,13 +64,14 @@ class Blocks:
         self.dweight_dtype = sum_dtype(hidden, weight)
         if wanted & DWEIGHT:
             self._begin_dweight(weight, max_bytes)
+        self.pieces = Pieces(memory, self.dweight, *plan) if plan and self.dweight is not None else None
         if wanted & DBIAS:
             self.dbias = weight.new_zeros(vocabulary, dtype=torch.float32)
 
     @property
     def is_one(self) -> bool:
         """Whether a single block has all rows."""
-        return len(self.targets) <= self.size
+        return len(self.targets) <= (self.begun or self.size)
 
     def _begin_dweight(self, weight: Tensor, max_bytes: int) -> None:
         """Choose what its sum waits in.
@@ -85,18 +93,27 @@ class Blocks:
             self.exponents = weight_sum.exponents_of(self.dweight)
 
     def __iter__(self) -> Iterator[slice]:
-        for start in range(0, len(self.targets), self.size):
+        if self.begun:
+            yield slice(0, self.begun)
+        for start in range(self.begun, len(self.targets), self.size):
             yield slice(start, min(start + self.size, len(self.targets)))
 
-    def logits(self, block: slice) -> Tensor:
+    def logits(self, block: slice) -> Tensor | Pieces:
         """Those of the rows of a block, [rows, V], in memory that the next block's will take."""
         rows = self.hidden[block]
+        if self.pieces is not None and block.start == 0:
+            for words, piece in self.pieces:
+                _multiply(rows, self.weight[words].t(), piece, None if self.bias is None else self.bias[words])
+            return self.pieces
         out = self.workspace[: len(rows)]
         _multiply(rows, self.weight.t(), out, self.bias)
         return out
 
-    def add(self, block: slice, dlogits: Tensor) -> None:
+    def add(self, block: slice, dlogits: Tensor | Pieces) -> None:
         """Carry the gradients of a block's logits on; the logits are not needed any more."""
+        if isinstance(dlogits, Pieces):
+            self._add_pieces(dlogits)
+            return
         if self.exponents is not None and dlogits.stride(0) % 8:
             dlogits = self.workspace[: len(dlogits)].copy_(dlogits)
         if self.dhidden is not None:
@@ -109,11 +126,39 @@ class Blocks:
         if self.dbias is not None:
             self.dbias += dlogits.sum(0, dtype=torch.float32)
 
+    def _add_pieces(self, pieces: Pieces) -> None:
+        """From the last to the first: the gradient of a piece's words takes the place of the piece after it."""
+        rows = self.hidden[: pieces.rows]
+        for words, dlogits in reversed(pieces):
+            if self.dhidden is not None:
+                is_last = words.stop == pieces.vocabulary
+                _multiply(dlogits, self.weight[words], pieces.total, None if is_last else pieces.total)
+            if self.dbias is not None:
+                self.dbias[words] = dlogits.sum(0, dtype=torch.float32)
+            assert self.dweight is not None
+            own = self.dweight[words]
+            if self.is_one and contract.has_many_tiles(*own.shape):
+                _multiply(dlogits.t(), rows, own)
+            else:
+                sums = weight_sum.exponents_of(own) if self.exponents is None else self.exponents[:, words]
+                weight_sum.add(own, sums, dlogits, rows, first=True, last=self.is_one)
+        if self.dhidden is not None:
+            self.dhidden[: pieces.rows] = pieces.total
+
     def gradients(self, shape: torch.Size) -> Gradients:
         """dhidden of hidden's shape, dweight and dbias."""
         dhidden = None if self.dhidden is None else self.dhidden.view(shape)
         dweight = None if self.dweight is None else self.dweight.to(self.dweight_dtype)
         return dhidden, dweight, self.dbias
+
+
+def first_pieces(hidden: Tensor, weight: Tensor, max_bytes: int) -> tuple[int, int] | None:
+    """The contract's, where the kernels for it are: on Hopper, of weights that keep a matmul busy piece by piece."""
+    vocabulary, width = weight.shape
+    if not hidden.is_cuda or not contract.has_many_tiles(vocabulary, width) or not weight_sum.serves(hidden, weight):
+        return None
+    processors = torch.cuda.get_device_properties(hidden.device).multi_processor_count
+    return contract.first_pieces(len(hidden), vocabulary, width, max_bytes, processors)
 
 
 def sum_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:

@@ -25,7 +25,7 @@ from fuselm.kernels.spec import op_names
 
 IMPLS = ("auto", "fused", "torch")
 HERE = Path(__file__).parent
-NOT_OPS = ("__init__", "blocks", "choose", "plain", "weight_sum")
+NOT_OPS = ("__init__", "blocks", "choose", "pieces", "plain", "weight_sum")
 # The ops of plain.py, so that naming them does not import torch.
 PLAIN = (
     "add",

@@ -23,11 +23,13 @@ from fuselm.kernels.torch_ops import (
     info,
     is_transformed,
     load_cuda,
+    pieces,
     refuse_second_gradient,
     register,
 )
 from fuselm.kernels.torch_ops import cross_entropy as rows_loss
 from fuselm.kernels.torch_ops.blocks import DBIAS, DHIDDEN, DWEIGHT, Blocks, Gradients, sum_dtype
+from fuselm.kernels.torch_ops.pieces import Pieces
 
 # So many losses at most, of one block of rows, are counted and added up by the loss's own block of threads; more by
 # torch's kernels, which have a whole GPU for it.
@@ -51,7 +53,7 @@ def linear_cross_entropy(
 ) -> Tensor:
     """The loss of hidden [..., D] through a head [V, D]: cross_entropy(hidden @ weight.T + bias, targets), in fp32.
 
-    `max_bytes` bounds what logits are held at a time, in hidden's dtype (None: 256 MiB): rows are worked off in blocks.
+    `max_bytes` bounds what memory logits take, in hidden's dtype (None: 256 MiB): rows are worked off in blocks.
     Weight and bias are rounded to hidden's dtype, whatever autocast says; their gradients come in their own. Options,
     and targets that do not count, are as in cross_entropy. Inside torch.func transforms and forward-mode
     differentiation the plain formula runs, all logits at once.
@@ -347,7 +349,8 @@ def _in_blocks(
     raw = rows_loss._inplace if wanted else rows_loss._forward
     for block in blocks:
         logits = blocks.logits(block)
-        made = raw(logits, targets[block], divisor, *scalars, mean, made_by_loss)
+        take: Any = pieces.inplace if isinstance(logits, Pieces) else raw
+        made = take(logits, targets[block], divisor, *scalars, mean, made_by_loss)
         losses.append(made[1])
         if outputs & _LSE:
             lses.append(made[2])
