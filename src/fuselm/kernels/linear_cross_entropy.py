@@ -3,7 +3,7 @@
     logits = hidden @ weight.T + bias            summed in fp32, rounded to hidden's dtype; [M, D] x [V, D] -> [M, V]
     loss   = cross_entropy(logits, targets)      kernels/cross_entropy.py, with all of its options
 
-without ever holding all logits: rows are worked off in blocks of `block_rows()`. (In PyTorch on Hopper a large head
+without memory for all logits: rows are worked off in blocks of `block_rows()`. (In PyTorch on Hopper a large head
 begins with as many rows as dweight has columns, in whose memory their logits are: see `first_pieces()`.) Backward, a
 block at a time:
 
@@ -51,7 +51,7 @@ from fuselm.kernels.spec import (
 NAME = "linear_cross_entropy"
 MAX_VOCABULARY = cross_entropy.MAX_WIDTH
 MAX_RANK = cross_entropy.MAX_RANK
-# What logits are held at a time unless told otherwise. Blocks of 1024 rows of a vocabulary of 128k keep a matmul busy.
+# What memory logits take unless told otherwise. Blocks of 1024 rows of a vocabulary of 128k keep a matmul busy.
 DEFAULT_MAX_BYTES = 256 << 20
 # How a large bf16 weight's gradient waits between blocks, as linear_cross_entropy_dweight.cu has it: as fp16, below
 # 2^(TOP_EXPONENT + 1) once multiplied by a power of two, of which a word has four in every tile of columns.
@@ -87,8 +87,8 @@ def first_pieces(
     """How many rows of a 16-bit head are worth beginning with at once, their logits in pieces of how many words.
 
     Pieces lie in the memory of dweight, which has room for the logits of as many rows as it has columns; one piece, and
-    the sum of dhidden in fp32, need memory of their own: at most max_bytes. None where a block has as many rows. Pieces
-    have as many words as leave the fewest tiles to the last wave of a matmul.
+    the sum of dhidden in fp32, need memory of their own: at most max_bytes. None where a block has as many rows. Of
+    the sizes a piece may have it is the one whose matmuls take the fewest waves of tiles.
     """
     taken = min(rows, width, max_bytes // (2 * PIECE_WORDS + 4 * width))
     if taken < rows:

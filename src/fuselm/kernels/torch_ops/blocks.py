@@ -48,12 +48,12 @@ class Blocks:
         self.bias = None if bias is None else bias.to(hidden.dtype)
         self.targets = targets.reshape(-1).contiguous()  # [M]
         rows = len(self.targets)
-        plan = first_pieces(self.hidden, weight, max_bytes) if wanted & DWEIGHT and held == 1 else None
+        plan = plan_pieces(self.hidden, weight, max_bytes) if wanted & DWEIGHT and held == 1 else None
         self.begun = plan[0] if plan else 0  # rows that come first, in pieces
         self.size = contract.block_rows(rows - self.begun, vocabulary, held * hidden.element_size(), max_bytes)
         # Rows begin at multiples of 16 bytes, as the loads of tensor cores want it, also where the vocabulary is odd.
         across = math.ceil(vocabulary / 8) * 8
-        blocks_take = self.size * across if self.begun < rows or not plan else 0
+        blocks_take = self.size * across if self.begun < rows else 0
         pieces_take = Pieces.workspace_size(*plan, width) if plan else 0
         memory = hidden.new_empty(max(blocks_take, pieces_take))
         self.workspace = memory[:blocks_take].view(-1, across)[:, :vocabulary]
@@ -152,8 +152,8 @@ class Blocks:
         return dhidden, dweight, self.dbias
 
 
-def first_pieces(hidden: Tensor, weight: Tensor, max_bytes: int) -> tuple[int, int] | None:
-    """The contract's, where the kernels for it are: on Hopper, of weights that keep a matmul busy piece by piece."""
+def plan_pieces(hidden: Tensor, weight: Tensor, max_bytes: int) -> tuple[int, int] | None:
+    """Rows and words, by the contract, where there are kernels for it: on Hopper, of weights of many tiles."""
     vocabulary, width = weight.shape
     if not hidden.is_cuda or not contract.has_many_tiles(vocabulary, width) or not weight_sum.serves(hidden, weight):
         return None
