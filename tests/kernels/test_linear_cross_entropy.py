@@ -26,7 +26,6 @@ from fuselm.kernels.torch_ops import blocks, pieces, weight_sum
 from fuselm.kernels.torch_ops import cross_entropy as rows_loss
 from fuselm.kernels.torch_ops.blocks import DWEIGHT, Blocks
 from fuselm.kernels.torch_ops.linear_cross_entropy import _is_plain, linear_cross_entropy_reference
-from fuselm.kernels.torch_ops.pieces import Pieces
 from tests.kernels.arrays import assert_within_rule, float64, to_numpy
 from tests.kernels.problems import DEVICES, all_numpy, op_of, problem_of, reference_of, run, solve
 
@@ -189,43 +188,6 @@ def test_a_head_that_begins_in_pieces_is_worth_what_blocks_are(
         (only,) = gradients(alone, **options, max_bytes=300 * 2 * 40).values()
         assert rms_error(only, truth[name]) <= 1.2 * rms_error(plain[name], truth[name]) + 1e-7, name
     assert taken == [48, 48]  # dweight's memory is what pieces lie in
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("words", "piece"), [(131_072, 16_384), (128_256, 19_968), (33_000, 16_896), (262_144, 65_536)]
-)
-@pytest.mark.parametrize(
-    "scalars", [(-100, 0.0, 0.0, 0.0), (-100, 0.0, 1e-3, 0.0), (3, 0.1, 1e-3, 5.0)], ids=["plain", "z", "all"]
-)
-def test_a_loss_over_pieces_has_the_bits_of_one_over_rows(
-    cuda: str, words: int, piece: int, scalars: tuple[Any, ...]
-) -> None:
-    made = torch.Generator(cuda).manual_seed(0)
-    rows, count = 65, math.ceil(words / piece)
-    logits = 3 * torch.randn(rows, words, device=cuda, generator=made)
-    whole = logits.bfloat16()
-    targets = torch.randint(words, (rows,), device=cuda, generator=made)
-    targets[:count] = torch.arange(count, device=cuda) * piece  # the first word of every piece, and the last of the row
-    targets[count], targets[count + 1], targets[count + 2] = words - 1, 3, -100
-    dweight = torch.full((words, rows + 15), 7.0, dtype=torch.bfloat16, device=cuda)
-    memory = torch.empty(Pieces.workspace_size(rows, piece, rows + 15), dtype=torch.bfloat16, device=cuda)
-    parts = Pieces(memory, dweight, rows, piece)
-    if torch.cuda.get_device_capability() < (9, 0):  # no clusters, and so nobody who would take a row in pieces
-        with pytest.raises(RuntimeError, match="refused"):
-            pieces.inplace(parts, targets, None, *scalars, True, 0b1111)
-        return
-    for mean, outputs in ((True, 0b1111), (False, 0b0111)):
-        right_gradient = whole.clone()
-        right = rows_loss._inplace(right_gradient, targets, None, *scalars, mean, outputs)
-        for own, part in parts:
-            part.copy_(whole[:, own])
-        found = pieces.inplace(parts, targets, None, *scalars, mean, outputs)
-        for a, b in zip(found, right, strict=True):
-            assert (a is None and b is None) or torch.equal(a, b)
-        for own, part in parts:
-            assert torch.equal(part, right_gradient[:, own])
-    assert (dweight[(count - 1) * piece :] == 7.0).all()  # the place of the last piece's gradient is nobody's
 
 
 @pytest.mark.gpu

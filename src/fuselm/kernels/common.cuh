@@ -142,6 +142,14 @@ __device__ inline uint64_t read_policy(bool larger_than_l2) {
 
 __device__ inline uint4 load_vector(const void* address) { return *static_cast<const uint4*>(address); }
 
+// From an address of which the compiler does not know any more that it is a global one: see now().
+struct Global {};
+__device__ inline uint4 load_vector(const void* address, Global) {
+  uint4 v;
+  asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(address));
+  return v;
+}
+
 __device__ inline uint4 load_vector(const void* address, uint64_t policy) {
 #if __CUDA_ARCH__ >= 800
   uint4 v;
@@ -191,6 +199,17 @@ constexpr bool kCopyEngine = false;
 
 __device__ inline uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+__device__ inline void store_shared(uint32_t address, float v) {
+  asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(v) : "memory");
+}
+__device__ inline float4 load_shared(uint32_t address) {
+  float4 v;
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+               : "r"(address)
+               : "memory");
+  return v;
 }
 
 // So many arrivals make the barrier's first phase complete, once the bytes announced with them are there too.
@@ -348,6 +367,18 @@ __device__ inline void keep_in_place(const Args& a) {
 __device__ inline void warm(const void* parameter) { asm volatile("" ::"l"(parameter)); }
 __device__ inline void warm(float parameter) { asm volatile("" ::"f"(parameter)); }
 
+// What only some threads use, made by all of them before it is known by which. Left to itself the compiler asks for
+// parameters by a predicate, after what that hangs on: in a kernel of a microsecond, most of what is before its loads.
+template <typename T>
+__device__ inline T now(T value) {
+  if constexpr (sizeof(T) == 8) {
+    asm volatile("" : "+l"(value));
+  } else {
+    asm volatile("" : "+r"(value));
+  }
+  return value;
+}
+
 __device__ inline void wait_for_previous_kernel() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -412,22 +443,39 @@ __device__ inline float folded(const float* value) {
   }
 }
 
-// What kWarps warps have put into `scratch`. With kSoon each thread reads all of it as vectors, a shuffle or more less
-// on the way; it is aligned to 16 bytes then.
-template <typename Fold, int kWarps, bool kSoon>
-__device__ inline float from_warps(const float* scratch) {
-  if constexpr (kSoon && kWarps % 4 == 0) {
-    float value[kWarps];
-#pragma unroll
-    for (int i = 0; i < kWarps; i += 4) {
-      const float4 four = *reinterpret_cast<const float4*>(scratch + i);
-      value[i] = four.x, value[i + 1] = four.y, value[i + 2] = four.z, value[i + 3] = four.w;
+// Where warps leave numbers for each other, kWarps together, on two sides of a barrier. With kSoon each thread reads
+// all of them as vectors, a shuffle or more less on the way, and they are aligned to 16 bytes. Their address is made
+// once: of a name the compiler makes it anew behind the barrier, where all threads wait for it.
+template <int kWarps, bool kSoon>
+struct FromWarps {
+  static constexpr bool kVectors = kSoon && kWarps % 4 == 0;
+  float* scratch;
+  uint32_t address;
+
+  __device__ explicit FromWarps(float* scratch_)
+      : scratch(scratch_), address(kVectors ? now(shared_address(scratch_)) : 0) {}
+  __device__ void put(int index, float v) {
+    if constexpr (kVectors) {
+      store_shared(address + index * 4, v);
+    } else {
+      scratch[index] = v;
     }
-    return folded<Fold, kWarps>(value);
-  } else {
-    return Fold::template lanes<kWarps>(scratch[threadIdx.x % kWarps]);
   }
-}
+  template <typename Fold>
+  __device__ float fold(int first) const {
+    if constexpr (kVectors) {
+      float value[kWarps];
+#pragma unroll
+      for (int i = 0; i < kWarps; i += 4) {
+        const float4 four = load_shared(address + (first + i) * 4);
+        value[i] = four.x, value[i + 1] = four.y, value[i + 2] = four.z, value[i + 3] = four.w;
+      }
+      return folded<Fold, kWarps>(value);
+    } else {
+      return Fold::template lanes<kWarps>(scratch[first + threadIdx.x % kWarps]);
+    }
+  }
+};
 
 // The sum over the kLanes threads that own a row, or the largest, given to each of them. Rows of several warps meet in
 // `scratch` (kLanes / 32 floats of this row's own, for kSoon aligned to 16 bytes); every thread of the block must come
@@ -440,10 +488,11 @@ __device__ inline float row_fold(float v, float* scratch) {
     return Fold::template lanes<kLanes>(v);
   } else {
     v = kSoon ? Fold::warp_soon(v) : Fold::template lanes<kWarp>(v);
+    FromWarps<kLanes / kWarp, kSoon> warps(scratch);
     const int lane = threadIdx.x % kLanes;
-    if (lane % kWarp == 0) scratch[lane / kWarp] = v;
+    if (lane % kWarp == 0) warps.put(lane / kWarp, v);
     __syncthreads();
-    return from_warps<Fold, kLanes / kWarp, kSoon>(scratch);
+    return warps.template fold<Fold>(0);
   }
 }
 template <int kLanes, bool kSoon = false>
@@ -465,15 +514,16 @@ __device__ inline void row_sums(float (&v)[kCount], float* scratch) {
     for (float& one : v) one = lane_sum<kLanes>(one);
   } else {
     constexpr int kWarps = kLanes / kWarp;
+    FromWarps<kWarps, kSoon> warps(scratch);
     const int lane = threadIdx.x % kLanes;
 #pragma unroll
     for (int k = 0; k < kCount; ++k) {
       v[k] = lane_sum<kWarp>(v[k]);
-      if (lane % kWarp == 0) scratch[k * kWarps + lane / kWarp] = v[k];
+      if (lane % kWarp == 0) warps.put(k * kWarps + lane / kWarp, v[k]);
     }
     __syncthreads();
 #pragma unroll
-    for (int k = 0; k < kCount; ++k) v[k] = from_warps<Sum, kWarps, kSoon>(scratch + k * kWarps);
+    for (int k = 0; k < kCount; ++k) v[k] = warps.template fold<Sum>(k * kWarps);
   }
 }
 
@@ -519,14 +569,15 @@ template <int kLanes, int kTurns, int kCount>
 __device__ inline void wide_sums(float (&v)[kCount], float* scratch) {
   constexpr int kThreads = kLanes * kSlots<kTurns>, kWarps = kThreads / kWarp;
   if constexpr (kNeighbours<kTurns>) {
+    FromWarps<kWarps, true> warps(scratch);
 #pragma unroll
     for (int k = 0; k < kCount; ++k) {
       v[k] = spread_sum<kSlots<kTurns>>(turn_sum<kTurns>(v[k]));
-      if (threadIdx.x % kWarp == 0) scratch[k * kWarps + threadIdx.x / kWarp] = v[k];
+      if (threadIdx.x % kWarp == 0) warps.put(k * kWarps + threadIdx.x / kWarp, v[k]);
     }
     __syncthreads();
 #pragma unroll
-    for (int k = 0; k < kCount; ++k) v[k] = from_warps<Sum, kWarps, true>(scratch + k * kWarps);
+    for (int k = 0; k < kCount; ++k) v[k] = warps.template fold<Sum>(k * kWarps);
   } else {
     const int lane = threadIdx.x % kLanes, turn = threadIdx.x / kLanes;
 #pragma unroll

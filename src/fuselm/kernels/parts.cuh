@@ -37,7 +37,8 @@ struct Place {
     rank = kParted ? static_cast<int>(blockIdx.x) % parts.count : 0;
     row = kParted ? blockIdx.x / parts.count : static_cast<int64_t>(blockIdx.x) * C::kGroups + group;
     skip = kParted ? rank * parts.vectors : 0;
-    const int all = width / kVec<X>;
+    // Where the row is waited for, without a thought for the sign.
+    const int all = kOneRow ? static_cast<int>(static_cast<uint32_t>(width) / kVec<X>) : width / kVec<X>;
     // Threads of rows past the end stay for the sums of their block; with no vectors to their name they touch nothing.
     count = kOneRow || row < rows ? (kParted ? min(parts.vectors, all - skip) : all) : 0;
   }

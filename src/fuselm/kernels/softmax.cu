@@ -359,6 +359,8 @@ __global__ void __launch_bounds__(C::kThreads, (kBackwardBlocks<C>))
     if (unlikely(!a.adjacent)) {
       dy_row = a.dy_rows.row(at.row) + at.skip * 16, y_row = a.y_rows.row(at.row) + at.skip * 16;
     }
+  } else if constexpr (C::kSoon) {  // of the thread's first vector
+    dy_row = now(now(a.dy) + (offset + at.lane * 16)), y_row = now(now(a.y) + (offset + at.lane * 16));
   } else {
     warm(dy_row), warm(y_row), warm(a.dx + offset);
   }
@@ -367,7 +369,10 @@ __global__ void __launch_bounds__(C::kThreads, (kBackwardBlocks<C>))
 #pragma unroll
   for (int v = 0; v < C::kHeld; ++v) {
     const int i = at.lane + v * C::kLanes;
-    if constexpr (kNear) {
+    if constexpr (C::kSoon) {
+      const int step = v * C::kLanes * 16;
+      loaded[v].load_if(i < at.count, dy_row + step, y_row + step, Global{});
+    } else if constexpr (kNear) {
       loaded[v].load_if(i < at.count, dy_row + i * 16, y_row + i * 16);
     } else {
       loaded[v].load_if(i < at.count, dy_row + i * 16, y_row + i * 16, policy);
