@@ -11,13 +11,19 @@ import torch
 from torch import Tensor
 
 from fuselm.kernels.torch_ops import cross_entropy as rows_loss
-from fuselm.kernels.torch_ops import pieces
+from fuselm.kernels.torch_ops import load_cuda, pieces
 from fuselm.kernels.torch_ops.pieces import Pieces
 
 ROWS, PIECE, WORDS = 8, 16_896, 33_000  # two pieces, the last one not full
 PLAIN = (-100, 0.0, 0.0, 0.0)
 
 Call = tuple[Tensor, Tensor, int]  # the first piece, the rest, and how many words they are
+
+
+@pytest.fixture(autouse=True)
+def kernels(cuda: str) -> None:
+    """What a call of an op would see to: here raw ops are called."""
+    load_cuda()
 
 
 @pytest.mark.gpu
@@ -108,7 +114,7 @@ REFUSED: dict[str, Callable[[], Call]] = {
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_the_kernel_does_not_take_is_refused_before_anything_is_written(cuda: str, case: str) -> None:
+def test_what_the_kernel_does_not_take_is_refused_before_anything_is_written(case: str) -> None:
     first, rest, words = REFUSED[case]()
     with pytest.raises(RuntimeError, match="a kernel was refused"):
         loss_of(first, rest, words)
@@ -117,7 +123,7 @@ def test_what_the_kernel_does_not_take_is_refused_before_anything_is_written(cud
 
 
 @pytest.mark.gpu
-def test_what_is_changed_above_is_taken_as_it_was(cuda: str) -> None:
+def test_what_is_changed_above_is_taken_as_it_was() -> None:
     first, rest, words = call()
     if torch.cuda.get_device_capability() < (9, 0):  # no clusters
         with pytest.raises(RuntimeError, match="a kernel was refused"):
