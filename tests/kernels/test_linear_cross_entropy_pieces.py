@@ -68,8 +68,10 @@ def call(rows: int = ROWS, piece: int = PIECE, words: int = WORDS, device: str =
     count, room = math.ceil(words / piece), rows * piece + 64
     apart = changed.get("apart", room)
     memory = torch.ones((count + 1) * room, dtype=torch.bfloat16, device=device)
-    first = memory.as_strided((rows, piece), (changed.get("row", piece), 1), changed.get("begin", 0))
-    rest = memory.as_strided((count - 1, rows, piece), (apart, piece, 1), room + changed.get("rest_begin", 0))
+    strides = changed.get("row", piece), changed.get("step", 1)
+    first = memory.as_strided((rows, piece), strides, changed.get("begin", 0))
+    rest_strides = apart, piece, changed.get("rest_step", 1)
+    rest = memory.as_strided((count - 1, rows, piece), rest_strides, room + changed.get("rest_begin", 0))
     return first, rest, words
 
 
@@ -89,15 +91,14 @@ def changed(change: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> Callab
 REFUSED: dict[str, Callable[[], Call]] = {
     "first in fp16": changed(lambda first, rest: (first.half(), rest)),
     "rest in fp32": changed(lambda first, rest: (first, rest.float())),
-    "first without rows": changed(lambda first, rest: (first[0], rest)),
-    "first with a dimension too many": changed(lambda first, rest: (first[None], rest)),
-    "rest of one dimension less": changed(lambda first, rest: (first, rest[0])),
+    "first with a dimension too many": changed(lambda first, rest: (first[..., None], rest)),
+    "rest with a dimension too many": changed(lambda first, rest: (first, rest[..., None])),
     "rest of fewer rows": changed(lambda first, rest: (first, rest[:, :-1])),
     "rest of fewer words": changed(lambda first, rest: (first, rest[..., :-8])),
     "rows of first apart": lambda: call(row=PIECE + 8),
-    "words of first apart": changed(lambda first, rest: (first.t().contiguous().t(), rest)),
+    "words of first apart": lambda: call(step=2),
     "rows of rest apart": changed(lambda first, rest: (first, rest.repeat_interleave(2, 1)[:, ::2])),
-    "words of rest apart": changed(lambda first, rest: (first, rest.mT.contiguous().mT)),
+    "words of rest apart": lambda: call(rest_step=2),
     "pieces one over the other": lambda: call(apart=ROWS * PIECE - 8),
     "pieces that are no vectors apart": lambda: call(apart=ROWS * PIECE + 4),
     "first unaligned": lambda: call(begin=1),
@@ -106,9 +107,9 @@ REFUSED: dict[str, Callable[[], Call]] = {
     "words that are no vectors": lambda: (*call()[:2], WORDS + 4),
     "words too few": lambda: (*call()[:2], PIECE),
     "words too many": lambda: (*call()[:2], 2 * PIECE + 8),
-    "a row of one part": lambda: call(piece=8192, words=16_384),
+    "a row of one part": lambda: call(piece=16_384, words=16_384),
     "a part larger than a piece": lambda: call(piece=8192, words=131_072),
-    "more parts than a cluster has blocks": lambda: call(piece=131_080, words=262_152),
+    "a row that is too wide": lambda: call(piece=131_080, words=262_152),
 }
 
 
@@ -116,7 +117,8 @@ REFUSED: dict[str, Callable[[], Call]] = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_the_kernel_does_not_take_is_refused_before_anything_is_written(case: str) -> None:
     first, rest, words = REFUSED[case]()
-    with pytest.raises(RuntimeError, match="a kernel was refused"):
+    # For its dtype or its shape; on a GPU without clusters every call is, for the device.
+    with pytest.raises(RuntimeError, match=r"refused, status [12]\b"):
         loss_of(first, rest, words)
     assert (first == 1).all()
     assert (rest == 1).all()
