@@ -7,6 +7,8 @@ tests/kernels, AdamW in test_optim.py.
 from __future__ import annotations
 
 import inspect
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -416,3 +418,11 @@ def test_a_loss_of_16_bit_logits_is_fp32() -> None:
     assert found.dtype == torch.float32
     expected = oracle.cross_entropy(logits.double().numpy(), targets.numpy())
     assert found.item() == pytest.approx(float(expected), rel=1e-6)
+
+
+def test_without_jax_its_ops_say_what_to_install() -> None:
+    program = "import sys; sys.modules['jax'] = None; from fuselm import jax; jax.softmax"
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert ended.returncode == 1
+    assert "ModuleNotFoundError: fuselm.jax.softmax needs JAX" in ended.stderr
+    assert "pip install -e '.[jax]'" in ended.stderr

@@ -20,7 +20,17 @@ __all__ = op_names()
 def __getattr__(name: str) -> Callable[..., Any]:
     if name not in __all__:
         raise AttributeError(f"fuselm.jax has no op {name!r}; it has {', '.join(__all__)}.")
-    op: Callable[..., Any] = getattr(importlib.import_module(f"fuselm.kernels.jax_ops.{name}"), name)
+    try:
+        module = importlib.import_module(f"fuselm.kernels.jax_ops.{name}")
+    except ModuleNotFoundError as error:
+        if error.name not in ("jax", "jaxlib"):
+            raise
+        raise ModuleNotFoundError(
+            f"fuselm.jax.{name} needs JAX; there is no module {error.name} here. Install fuselm with its extra jax, in "
+            "a clone of it: pip install -e '.[jax]'.",
+            name=error.name,
+        ) from None
+    op: Callable[..., Any] = getattr(module, name)
     globals()[name] = op
     return op
 

@@ -27,6 +27,7 @@ def a_record() -> dict[str, Any]:
         "versions": {"torch": "2.11.0", "cuda": "13.0", "liger": "0.8.5"},
         "rows": [row("fused", 25.04, 0.953), row("torch", 40.0, 0.6), row("liger", 25.04, 0.953)],
         "decode": [latency],
+        "host": [],
     }
 
 
@@ -36,6 +37,14 @@ def test_block_has_times_and_shares_with_the_fastest_in_bold() -> None:
     assert "| rms_norm | forward | plain | 32768x4096 | bfloat16 | **25.0** (95) | 40.0 (60) | **25.0** (95) |" in text
     assert "- rms_norm 1x1x4096 in a CUDA graph, µs: fuselm 1.50; an empty kernel 1.10." in text
     assert "NVIDIA H200, torch 2.11.0, CUDA 13.0, Liger 0.8.5, 2026-01-01" in text
+
+
+def test_promises_that_do_not_hold_are_said() -> None:
+    assert "1 hold.\n" in readme.block(a_record())
+    slow = a_record()
+    slow["rows"][1]["gpu_us"] = 20.0
+    missed = "0 hold. Missed: rms_norm forward plain 32768x4096 bfloat16: µs (torch 20.000) 25.040, at most 20.400."
+    assert missed in readme.block(slow)
 
 
 def a_case(case: str, shape: list[int], mib: int, dtype: str = "bfloat16") -> list[dict[str, Any]]:

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fuselm import ops
 from fuselm.kernels.spec import RefusedInput
+from fuselm.kernels.torch_ops import cross_entropy as raw
 from fuselm.kernels.torch_ops.cross_entropy import cross_entropy_reference, torch_loss
 from tests.kernels.problems import DEVICES
 
@@ -509,3 +510,22 @@ def test_jax_names_what_is_no_array(jax: Any, arrays: Any, wrong: Any) -> None:
         fuselm.jax.cross_entropy(wrong, arrays[1])
     with pytest.raises(RefusedInput, match="targets must be a jax or numpy array"):
         fuselm.jax.cross_entropy(arrays[0], wrong)
+
+
+@over_reductions
+@pytest.mark.parametrize("shape", [(7,), (40, 7), (3, 20, 7), (2, 1, 9, 7)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_parts_of_the_rows_have_the_bits_of_all_of_them(
+    shape: tuple[int, ...], dtype: torch.dtype, reduction: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logits, targets = problem(shape, dtype=dtype) if len(shape) > 1 else (torch.randn(7).to(dtype), torch.tensor(3))
+    apart = logits.mT.contiguous().mT if len(shape) > 1 else logits
+    options = [{"reduction": reduction, "inplace": inplace, **ALL} for inplace in (False, True)]
+    whole = [gradient(logits, targets, 0.5, **each) for each in options]
+    for part in (1, 7, 50, 200):  # elements; rows of these shapes have seven
+        monkeypatch.setattr(raw, "_PART", part)
+        for given in (logits, apart):
+            for each, (loss, dlogits) in zip(options, whole, strict=True):
+                found = gradient(given, targets, 0.5, **each)
+                assert torch.equal(found[0], loss)
+                assert torch.equal(found[1], dlogits)

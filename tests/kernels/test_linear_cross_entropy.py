@@ -17,6 +17,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from fuselm import ops
 from fuselm.kernels import linear_cross_entropy as contract
@@ -24,6 +27,7 @@ from fuselm.kernels import torch_ops
 from fuselm.kernels.spec import RefusedInput, Tolerance
 from fuselm.kernels.torch_ops import blocks, pieces, weight_sum
 from fuselm.kernels.torch_ops import cross_entropy as rows_loss
+from fuselm.kernels.torch_ops import linear_cross_entropy as torch_head_loss
 from fuselm.kernels.torch_ops.blocks import DWEIGHT, Blocks
 from fuselm.kernels.torch_ops.linear_cross_entropy import _is_plain, linear_cross_entropy_reference
 from tests.kernels.arrays import assert_within_rule, float64, to_numpy
@@ -188,6 +192,50 @@ def test_a_head_that_begins_in_pieces_is_worth_what_blocks_are(
         (only,) = gradients(alone, **options, max_bytes=300 * 2 * 40).values()
         assert rms_error(only, truth[name]) <= 1.2 * rms_error(plain[name], truth[name]) + 1e-7, name
     assert taken == [48, 48]  # dweight's memory is what pieces lie in
+
+
+class Peak(TorchDispatchMode):
+    """Remembers how many bytes of what was made under it were there at most at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+        self.made: dict[StorageWeakRef, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        known = {StorageWeakRef(t.untyped_storage()) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        result = func(*args, **(kwargs or {}))
+        self.made = {ref: size for ref, size in self.made.items() if not ref.expired()}
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor) and (ref := StorageWeakRef(tensor.untyped_storage())) not in known:
+                self.made[ref] = tensor.untyped_storage().nbytes()
+        self.bytes = max(self.bytes, sum(self.made.values()))
+        return result
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_a_cpu_holds_no_more_than_the_logits_may_take(
+    dtype: torch.dtype, reduction: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rows_loss, "_PART", 1 << 12)
+    for name in ("_inplace", "_backward"):  # raw ops would hide what they make
+        monkeypatch.setattr(rows_loss, name, getattr(rows_loss, "_plain" + name))
+    given = head(512, 8, 1000, dtype)
+    plain = [t.detach() for t in given.values()]
+    scalars = (-100, 0.1, 1e-3, 5.0)
+    limit = 1 << 19  # of 2 MB of logits in fp32
+    with Peak() as peak:
+        if reduction == "mean":
+            found = torch_head_loss._plain_forward(*plain, None, *scalars, True, limit, 0b11111)
+        else:
+            ones = torch.ones(512)
+            found = torch_head_loss._plain_backward(*plain, None, ones, ones, *scalars, limit, 0b11)
+    results = sum(t.nbytes for t in found if t is not None)
+    # Beside blocks of logits: the weight and its gradient in fp32, hidden and a share of dhidden, numbers of rows, and
+    # what a loss's formula makes of a part.
+    others = 2 * 4 * 1000 * 8 + 2 * 4 * 512 * 8 + 12 * 4 * 512 + 10 * 4 * (1 << 12)
+    assert limit // 2 < peak.bytes <= limit + results + others
 
 
 @pytest.mark.gpu

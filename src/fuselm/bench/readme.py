@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from fuselm.bench.peers import FLOORS, NAMES
+from fuselm.bench.promises import findings
 from fuselm.bench.report import LARGE_BYTES, Row, ops_of_arithmetic, shape_text
 from fuselm.files import write_whole
 
@@ -48,17 +49,30 @@ def block(record: Mapping[str, Any]) -> str:
             BEGIN,
             f"Microseconds and, in brackets, percent of the speed of a plain copy that moves the same bytes, "
             f"{_machine(record)}. L2-cold medians; the copy and every peer are measured in the same run; the fastest "
-            f"of a row is bold. Of each op cases that move {LARGE_BYTES >> 20} MiB or more are shown, {MOST_CASES} at "
-            f"most, of every kind first; all {len(groups)} cases and passes are in {RECORD.as_posix()}.",
+            f"of a row is bold. This table shows of each op cases that move {LARGE_BYTES >> 20} MiB or more, "
+            f"{MOST_CASES} at most, of every kind first; all {len(groups)} cases and passes are in "
+            f"{RECORD.as_posix()}.",
             "",
             *_table(_shown(copied), _copy_cell),
             "",
             *_memory(bound),
             *_decode(record["decode"]),
+            *_missed(record),
             f"![Share of copy speed for each shape and implementation]({PICTURE.as_posix()})",
             END,
         ]
     )
+
+
+def _missed(record: Mapping[str, Any]) -> list[str]:
+    """What the table of large cases would hide."""
+    found = findings(record)
+    missed = [f"{finding.op} {finding}" for finding in found if not finding.held]
+    return [
+        f"Of {len(found)} promises (no peer more than 2 % faster, and limits on shares, memory and host time) "
+        f"{len(found) - len(missed)} hold." + (f" Missed: {'; '.join(missed)}." if missed else ""),
+        "",
+    ]
 
 
 def training_block(record: Mapping[str, Any]) -> str:

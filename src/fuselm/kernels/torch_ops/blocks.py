@@ -45,12 +45,15 @@ class Blocks:
         vocabulary, width = weight.shape
         self.hidden = _aligned(hidden.reshape(-1, width))  # [M, D]
         self.weight = _aligned(weight.to(hidden.dtype))  # [V, D]
+        if not _multiplies(hidden):
+            self.weight = self.weight.float()  # once for all blocks
         self.bias = None if bias is None else bias.to(hidden.dtype)
         self.targets = targets.reshape(-1).contiguous()  # [M]
         rows = len(self.targets)
         plan = plan_pieces(self.hidden, weight, max_bytes) if wanted & DWEIGHT and held == 1 else None
         self.begun = plan[0] if plan else 0  # rows that come first, in pieces
-        self.size = contract.block_rows(rows - self.begun, vocabulary, held * hidden.element_size(), max_bytes)
+        logit_bytes = held * hidden.element_size() + (0 if _multiplies(hidden) else 4)
+        self.size = contract.block_rows(rows - self.begun, vocabulary, logit_bytes, max_bytes)
         # Rows begin at multiples of 16 bytes, as the loads of tensor cores want it, also where the vocabulary is odd.
         across = math.ceil(vocabulary / 8) * 8
         blocks_take = self.size * across if self.begun < rows else 0
@@ -80,12 +83,14 @@ class Blocks:
         with exponents, and no fp32 is written and read again. Fewer tiles, and many without the kernel, are summed in
         fp32, one block's too, unless that takes more memory than the logits may. Then several blocks have the kernel,
         or, without it, a sum that each block rounds to the gradient's dtype, as a step of micro-batches does; one block
-        is a matmul.
+        is a matmul. Where torch multiplies in fp32 alone, a block's share is in fp32 anyway, and so is the sum.
         """
         has_many = weight.is_cuda and contract.has_many_tiles(*weight.shape)
         is_small = 4 * weight.numel() <= max_bytes
-        is_served = not self.is_one and (has_many or not is_small) and weight_sum.serves(self.hidden, weight)
-        in_fp32 = is_small and not is_served and not (has_many and self.is_one)
+        has_begun = self.begun > 0  # in dweight's memory
+        in_16 = (has_many or not is_small) and _multiplies(self.hidden)
+        is_served = not self.is_one and (in_16 or has_begun) and weight_sum.serves(self.hidden, weight)
+        in_fp32 = not (is_served or has_begun or (has_many and self.is_one)) and (is_small or not in_16)
         dtype = torch.float32 if in_fp32 else self.dweight_dtype
         has_rows = len(self.targets) > 0
         self.dweight = weight.new_empty(weight.shape, dtype=dtype) if has_rows else weight.new_zeros(weight.shape)
@@ -175,14 +180,21 @@ def _aligned(matrix: Tensor) -> Tensor:
     return matrix if matrix.device.type == "meta" or matrix.data_ptr() % 16 == 0 else matrix.clone()
 
 
+def _multiplies(tensor: Tensor) -> bool:
+    """Whether torch multiplies this dtype here and returns fp32 if asked: not every CPU does so with 16 bits."""
+    return tensor.dtype == torch.float32 or tensor.device.type in ("cuda", "meta")
+
+
 def _multiply(a: Tensor, b: Tensor, out: Tensor, plus: Tensor | None = None) -> None:
     """out = a @ b + plus, summed in fp32 and rounded to out's dtype; plus may be out itself."""
-    if a.dtype == torch.float32 or a.device.type in ("cuda", "meta"):
-        more: dict[str, Any] = {} if out.dtype == a.dtype else {"out_dtype": out.dtype}
-        if plus is None:
-            torch.mm(a, b, out=out, **more)
-        else:
-            torch.addmm(plus, a, b, out=out, **more)
-        return
-    product = a.float() @ b.float()  # not every CPU multiplies 16 bits, and none returns fp32 from them
-    out.copy_(product if plus is None else product.add_(plus))
+    if not _multiplies(a):
+        a, b = a.float(), b.float()
+        if out.dtype != torch.float32:
+            product = a @ b
+            out.copy_(product if plus is None else product.add_(plus))
+            return
+    more: dict[str, Any] = {} if out.dtype == a.dtype else {"out_dtype": out.dtype}
+    if plus is None:
+        torch.mm(a, b, out=out, **more)
+    else:
+        torch.addmm(plus, a, b, out=out, **more)

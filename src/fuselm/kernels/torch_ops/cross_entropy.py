@@ -10,6 +10,7 @@ corrected if something else arrives.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -296,8 +297,33 @@ _apply_inplace = direct_apply(_InplaceCrossEntropy)
 
 # ---- raw ops -------------------------------------------------------------------------------------------------------
 
+# The formulas below hold half a dozen fp32 arrays of what they are given: no more elements at a time than this.
+_PART = 1 << 20
 
-def _plain_forward(
+
+def _parts(*tensors: Any) -> Iterator[tuple[Any, ...]]:
+    """Some rows after others of these, logits first; what has no rows, or is not there, goes with each of them."""
+    logits: Tensor = tensors[0]
+    if logits.dim() == 1 or logits.numel() <= _PART:
+        yield tensors
+        return
+    step = _PART // logits[0].numel()
+    for start in range(0, len(logits), max(step, 1)):
+        own: Any = slice(start, start + step) if step else start
+        yield from _parts(*(t if t is None or not t.dim() else t[own] for t in tensors))
+
+
+def _plain_forward(logits: Tensor, *others: Any) -> tuple[Tensor | None, ...]:
+    dlogits = torch.empty_like(logits, memory_format=torch.contiguous_format) if others[-1] & _DLOGITS else None
+    return *_plain_into(dlogits, logits, *others), dlogits
+
+
+def _plain_inplace(logits: Tensor, *others: Any) -> tuple[Tensor | None, ...]:
+    return _plain_into(logits, logits, *others)
+
+
+def _plain_into(
+    into: Tensor | None,
     logits: Tensor,
     targets: Tensor,
     count: Tensor | None,
@@ -307,9 +333,27 @@ def _plain_forward(
     softcap: float,
     mean: bool,
     outputs: int,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+) -> tuple[Tensor | None, ...]:
+    """Loss, losses, lse and how many counted, as far as wanted; the gradient, where there is a place for it."""
     scalars = (ignore_index, label_smoothing, z_loss, softcap)
     _check_raw(logits, targets, *scalars)
+    counted = _counting(targets, logits.shape[-1], ignore_index)[0].sum(dtype=torch.float32) if count is None else count
+    one = torch.ones((), dtype=torch.float32, device=logits.device)
+    losses, lse = (torch.empty(targets.shape, dtype=torch.float32, device=logits.device) for _ in range(2))
+    for own, own_targets, own_losses, own_lse, own_into in _parts(logits, targets, losses, lse, into):
+        found, found_lse = _losses(own, own_targets, *scalars)
+        own_losses.copy_(found), own_lse.copy_(found_lse)
+        if into is not None:
+            own_into.copy_(_gradient(own, own_targets, found_lse, one, counted if mean else None, *scalars))
+    total = losses.sum(dtype=wide_dtype(losses))
+    loss = (total / counted.clamp(min=1) if mean else total).float()
+    made = (loss, losses, lse, counted if count is None else None)
+    return tuple(tensor if outputs & (1 << at) else None for at, tensor in enumerate(made))
+
+
+def _losses(logits: Tensor, targets: Tensor, *scalars: Any) -> tuple[Tensor, Tensor]:
+    """Of each row, with its lse."""
+    ignore_index, label_smoothing, z_loss, softcap = scalars
     t = _capped(logits, softcap)
     # One pass, and from the distances to the largest logit: smaller numbers than the lse, and so rounded less.
     log_shares = torch.log_softmax(t, dim=-1)
@@ -321,16 +365,7 @@ def _plain_forward(
         losses = losses - label_smoothing * log_shares.mean(-1)
     if z_loss:
         losses = losses + z_loss * lse.square()
-    losses = torch.where(counts, losses, 0.0)
-    counted = counts.sum(dtype=torch.float32) if count is None else count
-    total = losses.sum(dtype=wide_dtype(losses))
-    loss = (total / counted.clamp(min=1) if mean else total).float()
-    dlogits = None
-    if outputs & _DLOGITS:
-        one = torch.ones((), dtype=torch.float32, device=logits.device)
-        dlogits = _plain_backward(logits, targets, lse, one, counted if mean else None, *scalars, 1)
-    made = (loss, losses, lse, counted if count is None else None, dlogits)
-    return tuple(tensor if outputs & (1 << at) else None for at, tensor in enumerate(made))  # type: ignore[return-value]
+    return torch.where(counts, losses, 0.0), lse
 
 
 def wide_dtype(losses: Tensor) -> torch.dtype:
@@ -338,37 +373,18 @@ def wide_dtype(losses: Tensor) -> torch.dtype:
     return torch.float32 if losses.device.type == "mps" else torch.float64  # which MPS lacks
 
 
-def _plain_inplace(
-    logits: Tensor,
-    targets: Tensor,
-    count: Tensor | None,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    softcap: float,
-    mean: bool,
-    outputs: int,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    *made, dlogits = _plain_forward(
-        logits, targets, count, ignore_index, label_smoothing, z_loss, softcap, mean, outputs | _DLOGITS
-    )
-    assert dlogits is not None
-    logits.copy_(dlogits)
-    return tuple(made)  # type: ignore[return-value]
-
-
 def _plain_backward(
-    logits: Tensor,
-    targets: Tensor,
-    lse: Tensor,
-    dloss: Tensor,
-    count: Tensor | None,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    softcap: float,
-    outputs: int,
+    logits: Tensor, targets: Tensor, lse: Tensor, dloss: Tensor, count: Tensor | None, *scalars: Any
 ) -> Tensor:
+    dlogits = torch.empty_like(logits, memory_format=torch.contiguous_format)
+    _plain_correct(dlogits, logits, targets, lse, dloss, count, *scalars, unless_one=False)
+    return dlogits
+
+
+def _gradient(
+    logits: Tensor, targets: Tensor, lse: Tensor, dloss: Tensor, count: Tensor | None, *scalars: Any
+) -> Tensor:
+    ignore_index, label_smoothing, z_loss, softcap = scalars
     counts, inside = _counting(targets, logits.shape[-1], ignore_index)
     factor = dloss if count is None else dloss / count.clamp(min=1)
     factor = torch.where(counts, factor, 0.0)[..., None]  # [..., 1]
@@ -393,21 +409,17 @@ def _plain_correct(
     lse: Tensor | None,
     dloss: Tensor,
     count: Tensor | None,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    softcap: float,
-    outputs: int,
+    *scalars_and_outputs: Any,
+    unless_one: bool = True,
 ) -> None:
-    if dloss.device.type == "cpu" and bool((dloss == 1).all()):
+    if unless_one and dloss.device.type == "cpu" and bool((dloss == 1).all()):
         return
     if logits is None:
-        dlogits.copy_(dlogits.float() * dloss[..., None] if dloss.dim() else dlogits.float() * dloss)
+        for own, factor in _parts(dlogits, dloss):
+            own.copy_(own.float() * (factor[..., None] if factor.dim() else factor))
         return
-    assert targets is not None
-    assert lse is not None
-    scalars = (ignore_index, label_smoothing, z_loss, softcap)
-    dlogits.copy_(_plain_backward(logits, targets, lse, dloss, count, *scalars, 1))
+    for own, *given, into in _parts(logits, targets, lse, dloss, dlogits):
+        into.copy_(_gradient(own, *given, count, *scalars_and_outputs[:4]))
 
 
 def _check_raw(logits: Tensor, targets: Tensor, ignore_index: int, smoothing: float, z_loss: float, cap: float) -> None:

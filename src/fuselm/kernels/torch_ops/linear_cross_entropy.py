@@ -53,7 +53,8 @@ def linear_cross_entropy(
 ) -> Tensor:
     """The loss of hidden [..., D] through a head [V, D]: cross_entropy(hidden @ weight.T + bias, targets), in fp32.
 
-    `max_bytes` bounds what memory logits take, in hidden's dtype (None: 256 MiB): rows are worked off in blocks.
+    `max_bytes` bounds what memory logits take, in hidden's dtype (None: 256 MiB): rows are worked off in blocks. On a
+    CPU 16 bits are multiplied as fp32, and that counts too.
     Weight and bias are rounded to hidden's dtype, whatever autocast says; their gradients come in their own. Options,
     and targets that do not count, are as in cross_entropy. Inside torch.func transforms and forward-mode
     differentiation the plain formula runs, all logits at once.
