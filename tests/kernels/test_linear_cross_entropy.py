@@ -298,22 +298,47 @@ def test_blocks_never_hold_more_logits_than_allowed(
     assert seen[len(sizes) :] == [10]
 
 
-def test_jax_never_makes_all_logits() -> None:
+@pytest.mark.parametrize(("library", "logit_bytes"), [(object(), 4), (None, 16)], ids=["kernels", "plain"])
+def test_jax_never_makes_all_logits(library: object, logit_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     jax = pytest.importorskip("jax")
     import fuselm.jax
+    from fuselm.kernels.jax_ops import linear_cross_entropy as jax_head_loss
 
+    monkeypatch.setattr(jax_head_loss, "native_library", lambda: library)
     hidden, weight = np.ones((100, 8), np.float32), np.ones((60, 8), np.float32)
+    most = 30 * 60 * logit_bytes
 
     def loss(hidden: Any, weight: Any) -> Any:
-        return fuselm.jax.linear_cross_entropy(hidden, weight, np.zeros(100, np.int32), max_bytes=30 * 60 * 4)
+        return fuselm.jax.linear_cross_entropy(hidden, weight, np.zeros(100, np.int32), max_bytes=most)
 
     steps = str(jax.make_jaxpr(jax.grad(loss, argnums=(0, 1)))(hidden, weight))
     assert "f32[25,60]" in steps
     assert "[100,60]" not in steps
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_jax_on_a_cpu_holds_no_more_than_the_logits_may_take(dtype: str, reduction: str) -> None:
+    jax = pytest.importorskip("jax")
+    import fuselm.jax
+
+    if jax.default_backend() != "cpu":
+        pytest.skip("XLA compiles for a GPU here")
+    limit, width = 1 << 19, 8  # of 2 MB of logits in fp32
+
+    def loss(hidden: Any, weight: Any, targets: Any) -> Any:
+        options = {"reduction": reduction, "label_smoothing": 0.1, "z_loss": 1e-3, "softcap": 5.0}
+        return fuselm.jax.linear_cross_entropy(hidden, weight, targets, max_bytes=limit, **options).sum()
+
+    given = [jax.ShapeDtypeStruct((rows, width), dtype) for rows in (512, 1000)]
+    lowered = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(*given, jax.ShapeDtypeStruct((512,), "int32"))
+    held = lowered.compile().memory_analysis().temp_size_in_bytes
+    # Beside blocks: copies of hidden, weight and their gradients, and numbers of rows.
+    assert limit // 3 < held <= limit + 4 * 4 * (512 + 1000) * width + 12 * 4 * 512
+
+
 @on_each_device
-def test_large_bf16_weights_are_added_up_in_bf16_within_a_rounding_for_each_block(device: str) -> None:
+def test_large_bf16_weights_are_within_a_rounding_for_each_block(device: str) -> None:
     given = head(160, 256, 300, torch.bfloat16, device)
     truth, largest = exact(given), 300 * 2 * 32
     found = gradients(given, max_bytes=largest)["weight"]

@@ -69,7 +69,7 @@ def _check_tensors(logits: TensorInfo, targets: TensorInfo) -> None:
         rule = "cross_entropy: logits must be float32, float16 or bfloat16"
         raise refuse(rule, f"logits {logits}", "Convert logits to one of them.")
     if targets.dtype not in INDEX_BYTES:
-        remedy = "Convert them, or use torch's own loss for targets that are probabilities."
+        remedy = "Convert them, or use another loss for targets that are probabilities."
         raise refuse("cross_entropy: targets must be int32 or int64", f"targets {targets}", remedy)
     if not 1 <= len(logits.shape) <= MAX_RANK or not 1 <= logits.shape[-1] <= MAX_WIDTH:
         raise refuse(

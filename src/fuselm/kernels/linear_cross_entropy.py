@@ -18,8 +18,8 @@ error of one, which is what the tolerance of 1.5 is for. (test_linear_cross_entr
 what training sends, to the ordinary one.) Saved for backward: hidden, weight, targets, bias and those gradients; for
 "none" the inputs and the log-sum-exp of each row.
 
-dweight over several blocks is summed in fp32 where that takes no more memory than `max_bytes`, and by torch on a CPU,
-which multiplies 16 bits as fp32 anyway; a larger bf16 weight's waits in 16 bits, as `weight_sum.py` and
+dweight over several blocks is summed in fp32 where that takes no more memory than `max_bytes`, and on a CPU,
+where a block's share is made in fp32 anyway; a larger bf16 weight's waits in 16 bits, as `weight_sum.py` and
 docs/numerics.md have it; so does, being faster, every one that has_many_tiles() where PyTorch has the kernel for it.
 
 hidden, weight and bias may each be fp32, fp16 or bf16; the last two are rounded to hidden's dtype before use. Knows

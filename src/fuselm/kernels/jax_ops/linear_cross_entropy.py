@@ -26,6 +26,7 @@ from fuselm.kernels.jax_ops import (
     check_are_arrays,
     info,
     is_absent,
+    native_library,
     once_differentiable,
     weight_sum,
 )
@@ -69,8 +70,8 @@ def linear_cross_entropy(
     """The loss of hidden [..., D] through a head [V, D]: cross_entropy(hidden @ weight.T + bias, targets), in fp32.
 
     `max_bytes` bounds what logits are held at a time, in hidden's dtype (None: 256 MiB): rows are worked off in blocks.
-    Weight and bias are rounded to hidden's dtype; their gradients come in their own. Options, and targets that do not
-    count, are as in cross_entropy.
+    On a CPU what XLA makes of them in fp32 counts too. Weight and bias are rounded to hidden's dtype; their gradients
+    come in their own. Options, and targets that do not count, are as in cross_entropy.
     """
     check_are_arrays(contract.NAME, {"hidden": hidden, "weight": weight, "targets": targets}, {"bias": bias})
     hidden_info, weight_info, targets_info = info(hidden), info(weight), info(targets)
@@ -257,9 +258,12 @@ class _Head:
         self.sum_dtype = jnp.bfloat16 if hidden.dtype == weight.dtype == jnp.bfloat16 else jnp.float32
 
     def block_rows(self, options: _Options, held: int = 1) -> int:
-        """How many rows a block has, `held` arrays of its logits' size being there at once."""
-        vocabulary, itemsize = self.weight.shape[0], self.rows.dtype.itemsize
-        return contract.block_rows(self.rows.shape[0], vocabulary, held * itemsize, options.max_bytes)
+        """How many rows a block has, `held` arrays of its logits' size being there at once.
+
+        Without the kernels XLA keeps three more, in fp32.
+        """
+        logit_bytes = held * self.rows.dtype.itemsize + (3 * 4 if native_library() is None else 0)
+        return contract.block_rows(self.rows.shape[0], self.weight.shape[0], logit_bytes, options.max_bytes)
 
     def logits(self, rows: Any) -> Any:
         """[rows, V]."""
@@ -275,9 +279,13 @@ class _Head:
         return _product(dlogits, self.weight, self.rows.dtype)
 
     def sums(self, size: int, options: _Options) -> Sums:
-        """Zeros for dweight and dbias; a large 16-bit weight's are added up in 16 bits, to take no more memory."""
+        """Zeros for dweight and dbias; a large 16-bit weight's are added up in 16 bits, to take no more memory.
+
+        Not without the kernels: XLA makes a block's share in fp32 then, of the same size.
+        """
         several, small = self.rows.shape[0] > size, 4 * self.weight.size <= options.max_bytes
-        dweight = jnp.zeros(self.weight.shape, jnp.float32 if several and small else self.sum_dtype)
+        in_fp32 = several and (small or native_library() is None)
+        dweight = jnp.zeros(self.weight.shape, jnp.float32 if in_fp32 else self.sum_dtype)
         waits = several and dweight.dtype == jnp.bfloat16 and weight_sum.serves(self.rows, self.weight)
         dbias = absent() if is_absent(self.bias) else jnp.zeros(self.weight.shape[:1], jnp.float32)
         return Sums(dweight, weight_sum.exponents_of(dweight) if waits else absent(), dbias)

@@ -23,8 +23,9 @@ def serves(hidden: Any, weight: Any) -> bool:
     """Whether a sum over blocks of these can be taken so."""
     if not hidden.dtype == weight.dtype == jnp.bfloat16 or any(size % 8 for size in weight.shape):
         return False
-    gpus = [device for device in jax.devices() if device.platform == "gpu"]
-    return not gpus or (native_library() is not None and all(g.compute_capability == HOPPER for g in gpus))
+    if native_library() is None:
+        return False
+    return all(gpu.compute_capability == HOPPER for gpu in jax.devices() if gpu.platform == "gpu")
 
 
 def exponents_of(dweight: Any) -> Any:

@@ -88,9 +88,10 @@ class Blocks:
         has_many = weight.is_cuda and contract.has_many_tiles(*weight.shape)
         is_small = 4 * weight.numel() <= max_bytes
         has_begun = self.begun > 0  # in dweight's memory
-        in_16 = (has_many or not is_small) and _multiplies(self.hidden)
-        is_served = not self.is_one and (in_16 or has_begun) and weight_sum.serves(self.hidden, weight)
-        in_fp32 = not (is_served or has_begun or (has_many and self.is_one)) and (is_small or not in_16)
+        direct = _multiplies(self.hidden)
+        asks = has_begun or (direct and (has_many or not is_small))
+        is_served = asks and not self.is_one and weight_sum.serves(self.hidden, weight)
+        in_fp32 = not (is_served or has_begun or (has_many and self.is_one)) and (is_small or not direct)
         dtype = torch.float32 if in_fp32 else self.dweight_dtype
         has_rows = len(self.targets) > 0
         self.dweight = weight.new_empty(weight.shape, dtype=dtype) if has_rows else weight.new_zeros(weight.shape)
