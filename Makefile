@@ -8,6 +8,8 @@ STAMP := $(VENV)/.installed
 NATIVE := $(wildcard src/fuselm/*/*.cu src/fuselm/*/*.cuh src/fuselm/*/*.h src/fuselm/*/*.cpp src/fuselm/*/*.cc tests/*/*.cpp)
 PART ?=
 OPS ?=
+REST ?=
+LIMIT ?=
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test lint bench gpu-check clean
@@ -34,9 +36,10 @@ bench: $(STAMP) ## Benchmark the kernels in full on this machine
 	$(BIN)/fuselm bench kernels --out runs/bench
 
 # Installs nothing: it runs with the interpreter it is given, since a GPU machine brings its own CUDA build of torch.
-gpu-check: ## On a GPU: PART=tests|sanitizer|bench (all in turn when empty), OPS="op op" (all when empty)
+gpu-check: ## On a GPU: PART=tests|sanitizer|bench (all in turn when empty), OPS="op op" (all), REST=1 (what lacks), LIMIT=s
 	@set -e; for part in $(or $(PART),tests sanitizer bench); do \
-	  echo "gpu-check: $$part"; PYTHONPATH=src:$$PYTHONPATH $(PYTHON) -m fuselm.bench.record --part $$part --ops "$(OPS)"; done
+	  echo "gpu-check: $$part"; PYTHONPATH=src:$$PYTHONPATH $(PYTHON) -m fuselm.bench.record --part $$part --ops="$(OPS)" \
+	    $(if $(LIMIT),--seconds $(LIMIT)) $(if $(REST),--rest); done
 
 clean: ## Remove the environment, caches and runs
 	rm -rf $(VENV) runs results .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,21 +1,98 @@
-"""What tests of several rooms share: a build cache of their own and compilers that only pretend.
+"""What tests of several rooms share: a build cache of their own, compilers that only pretend, and options for GPUs.
 
 The pretended nvcc and g++ are shell scripts that note each call and write an output file, so the rules of the build
 (keys, reuse, locks, messages) are tested in milliseconds and on machines without a CUDA toolkit.
+
+    pytest -m gpu --of-op softmax --outcomes told.jsonl     # as fuselm.bench.gpu_tests runs them; "-" is of no op
 """
 
 from __future__ import annotations
 
+import json
 import os
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from fuselm import compiler
+from fuselm.bench.owners import NO_OP, is_huge, op_of_test
+from fuselm.bench.warm import turn
+from fuselm.kernels.spec import op_names
 
 # The tensors here are small: a second thread costs more than it does, on a busy machine several times as much. Read
 # when torch is loaded, which is later, and by the processes that tests start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Processes that may run a huge test at the same time: one takes up to 35 GB of a GPU's memory.
+HUGE_AT_ONCE = 2
+
+# ---- options -------------------------------------------------------------------------------------------------------
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("fuselm")
+    group.addoption("--of-op", metavar="OP", help=f"only the tests of this op; {NO_OP!r} for those of none")
+    group.addoption("--outcomes", metavar="FILE", help="a file that gets a line of JSON when a test begins and ends")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if path := config.getoption("--outcomes"):
+        config.pluginmanager.register(Outcomes(Path(path)))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    op, names = config.getoption("--of-op"), op_names()
+    if op is None:
+        return
+    if op not in (*names, NO_OP):
+        raise pytest.UsageError(f"--of-op is one of {', '.join(names)} or {NO_OP}; got {op!r}.")
+    others = [item for item in items if op_of_test(item.nodeid, names) != op]
+    config.hook.pytest_deselected(items=others)
+    items[:] = [item for item in items if op_of_test(item.nodeid, names) == op]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Let a huge test wait for its turn among the processes of this user, whoever has started them."""
+    if not is_huge(item.nodeid):
+        return (yield)
+    folder = Path(tempfile.gettempdir()) / f"fuselm-huge-{os.getuid()}"
+    folder.mkdir(exist_ok=True)
+    with turn(folder, HUGE_AT_ONCE):
+        return (yield)
+
+
+class Outcomes:
+    """Writes what becomes of each test, at once: a process that is ended has told what it found until then."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        self.tell(test=nodeid, outcome="begun")
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when != "call" and report.passed:
+            return
+        skip = {"reason": reason_of(report)} if report.skipped else {}
+        self.tell(test=report.nodeid, outcome=report.outcome, **skip)
+
+    def tell(self, **line: Any) -> None:
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+def reason_of(report: pytest.TestReport) -> str:
+    """Why a test was skipped."""
+    if isinstance(report.longrepr, tuple):
+        return report.longrepr[2].removeprefix("Skipped: ") or "no reason"
+    return getattr(report, "wasxfail", "") or "no reason"
+
+
+# ---- compilers that pretend ----------------------------------------------------------------------------------------
 
 COMPILER = """#!/bin/sh
 if [ "$1" = --version ]; then echo "{version}"; exit 0; fi

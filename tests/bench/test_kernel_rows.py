@@ -15,9 +15,10 @@ from typing import Any
 import pytest
 import torch
 
-from fuselm.bench import accuracy, kernels, latency, peers, report, tensors
+from fuselm.bench import accuracy, kernels, latency, liger, merging, peers, quack, report, tensors
 from fuselm.bench.kernels import Plan
 from fuselm.bench.report import Results
+from fuselm.kernels.embedding import EmbeddingCase
 from fuselm.kernels.linear_cross_entropy import HeadCase
 from fuselm.kernels.spec import Case, OpSpec, ops
 
@@ -156,11 +157,11 @@ def test_short_calls_take_turns_elsewhere_in_memory_and_all_repeats_count(monkey
     rows = {"a": row(5.0), "b": row(6.0), "far": row(6.6)}
     other = row(9.0, "backward"), peers.Peer(None)
     assert kernels.worth_turns([(rows["far"], other[1]), other]) == [(rows["far"], other[1]), other]
-    turns = kernels.Turns(first=8, more=8, repeats=3)
+    turns = kernels.Turns(first=8, repeats=3, more=((4, 1.3), (8, 1.04)))
     kernels.take_turns(bench, [(rows[name], peers.Peer(implementation(name))) for name in rows], turns)
-    assert order == ["a", "b", "b", "a"] * 4  # none is always the first
+    assert order == ["a", "b", "b", "a"] * 6  # none is always the first
     assert places[::2] == places[1::2]  # both see the same memory in a turn
-    assert len({bench.tensors["x"].data_ptr(), *places}) == 8 + 1  # and other memory in the next
+    assert len({bench.tensors["x"].data_ptr(), *places}) == 12 + 1  # and other memory in the next
     assert rows["a"] == row(5.0) | {
         "gpu_us": 4.5,
         "gpu_us_p10": 3.0,
@@ -172,17 +173,43 @@ def test_short_calls_take_turns_elsewhere_in_memory_and_all_repeats_count(monkey
     assert (rows["b"]["gpu_us"], rows["b"]["graph"]) == (5.5, False)
     assert rows["far"] == row(6.6)  # too far behind for a second look
     kernels.take_turns(bench, [], turns)  # nothing short, nothing to do
-    assert len(order) == 2 * 8
+    assert len(order) == 2 * 12
     times["b"] = itertools.cycle([[4.6], [4.7]])
     kernels.take_turns(bench, [(rows[name], peers.Peer(implementation(name))) for name in rows], turns)
-    assert len(order) == 2 * 8 + 2 * 16  # too close to say after eight turns
+    assert len(order) == 2 * 12 + 2 * 20  # too close to say after twelve turns
     assert rows["b"]["gpu_us"] == 4.65
+    order.clear()
+    times["b"] = itertools.cycle([[6.4]])
+    kernels.take_turns(bench, [(rows[name], peers.Peer(implementation(name))) for name in ("a", "b")], turns)
+    assert len(order) == 2 * 8  # far enough apart
 
 
 def test_the_two_best_of_a_pass_may_be_close() -> None:
     near = [({"pass": which}, peers.Peer(None)) for which in ("forward", "backward", "forward", "forward")]
-    assert kernels.close_calls(near, [[10.0], [5.0], [10.3, 10.4], [12.0]]) == [0, 2, 3]
-    assert kernels.close_calls(near, [[10.0], [5.0], [10.5], [12.0]]) == []
+    assert kernels.close_calls(near, [[10.0], [5.0], [10.3, 10.4], [12.0]], 1.04) == [0, 2]
+    assert kernels.close_calls(near, [[10.0], [5.0], [10.5], [12.0]], 1.04) == []
+    assert kernels.close_calls(near, [[10.0], [5.0], [10.5], [12.0]], 1.3) == [0, 2, 3]
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "strided", "columns", "offset", "transposed"])
+def test_inputs_elsewhere_hold_and_lie_as_they_did(layout: str) -> None:
+    op, case = ops()["softmax"], Case("", (2, 3, 4, 8), "bfloat16", layout=layout)
+    bench = kernels.Bench(op, case, None, tensors.make_inputs(op, case, "cpu"))  # type: ignore[arg-type]
+    here, there = bench.tensors["x"], bench.elsewhere(math.inf).tensors["x"]
+    assert torch.equal(here, there)
+    assert (here.stride(), here.storage_offset()) == (there.stride(), there.storage_offset())
+    assert here.data_ptr() != there.data_ptr()
+    assert bench.elsewhere(8).tensors["x"] is here  # too large to be moved
+
+
+def test_a_peer_that_works_in_place_gets_copies_in_forward_too() -> None:
+    op, case = ops()["softmax"], Case("", (2, 8))
+    bench = kernels.Bench(op, case, None, tensors.make_inputs(op, case, "cpu"))  # type: ignore[arg-type]
+    before = bench.tensors["x"].clone()
+    bench.call("forward", peers.Peer(lambda x: x.zero_(), overwrites=("x",), in_place=True))()
+    assert torch.equal(bench.tensors["x"], before)
+    bench.call("forward", peers.Peer(lambda x: x.zero_(), overwrites=("x",)))()
+    assert not bench.tensors["x"].any()
 
 
 def test_calls_that_are_short_or_hot_take_turns_and_others_do_not() -> None:
@@ -201,6 +228,17 @@ def test_a_used_up_budget_is_noted_case_by_case() -> None:
         ("", kernels.TOO_LATE),
         ("latency", kernels.TOO_LATE),
     ]
+
+
+def test_what_is_done_is_left_out() -> None:
+    plan = Plan(("softmax",), "cuda")
+    row = {"op": "softmax", "impl": "fused", "case": "plain", "dtype": "bfloat16"}
+    case = next(case for case in ops()["softmax"].bench_cases if (case.name, case.dtype) == ("plain", "bfloat16"))
+    done = merging.measured_labels({"rows": [{**row, "shape": list(case.shape)}], "host": [row]})
+    left = [kernels.step_label(*step) for step in kernels.in_turn(replace(plan, done=done))]
+    everything = [kernels.step_label(*step) for step in kernels.in_turn(plan)]
+    assert set(everything) - set(left) == {kernels.case_label("softmax", case), "softmax latencies"}
+    assert len(left) == len(everything) - 2
 
 
 def test_ops_take_turns_and_large_cases_come_first() -> None:
@@ -271,6 +309,8 @@ def test_cutting_down_keeps_the_width_and_shrinks_a_vocabulary() -> None:
     assert latency.cut_down(Case("", (8, 1000)), 10).shape == (1, 1000)
     head = latency.cut_down(HeadCase("head of 500", (64, 32), vocabulary=500, targets=(0, 500)), 320)
     assert (head.name, head.shape, head.vocabulary, head.targets) == ("head of 10", (10, 32), 10, (0, 10))
+    words = latency.cut_down(EmbeddingCase("words", (64, 32), vocabulary=500, drawn=(3, 400)), 320)
+    assert (words.shape, words.vocabulary, words.drawn) == ((10, 32), 10, None)
 
 
 def test_heads_that_are_the_same_once_cut_down_are_measured_once() -> None:
@@ -289,7 +329,8 @@ def test_a_peer_that_is_not_installed_is_a_note(monkeypatch: pytest.MonkeyPatch)
     def absent(name: str) -> None:
         raise ModuleNotFoundError(f"No module named {name!r}")
 
-    monkeypatch.setattr(peers.importlib, "import_module", absent)
+    for module in (liger, quack):
+        monkeypatch.setattr(module, "import_module", absent)
     found = peers.implementations("rms_norm", Case("", (4, 8)), "cuda", ("liger", "quack"))
     assert [peer.call for peer in found.values()] == [None, None]
     assert "liger_kernel" in found["liger"].note

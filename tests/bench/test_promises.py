@@ -29,7 +29,15 @@ def missed(rows: list[dict[str, Any]], host: list[dict[str, Any]] | None = None)
 
 @pytest.mark.parametrize(
     ("op", "which", "limit"),
-    [("layer_norm", "forward", 0.95), ("layer_norm", "backward", 0.88), ("softmax", "forward", 0.95)],
+    [
+        ("layer_norm", "forward", 0.95),
+        ("layer_norm", "backward", 0.88),
+        ("softmax", "forward", 0.95),
+        ("swiglu", "backward", 0.95),
+        ("add", "forward", 0.95),
+        ("rope", "backward", 0.93),
+        ("embedding", "backward", 0.50),
+    ],
 )
 def test_large_rows_reach_a_share_of_a_copy(op: str, which: str, limit: float) -> None:
     assert missed([a_row(op, which, "fused", 1.0, share_of_copy=limit)]) == []

@@ -10,6 +10,7 @@ that to hurt least, ops take turns and each begins with its large cases; at the 
 
 from __future__ import annotations
 
+import gc
 import math
 import statistics
 import time
@@ -36,21 +37,27 @@ CPU_ELEMENTS, CPU_QUICK_ELEMENTS = 1 << 21, 1 << 18
 # Calls shorter than this take turns; those bound by arithmetic, as fast as a GPU at its limit of power, do too. But not
 # those that take so many times as long as the best of their pass: of them the first figure is exact enough.
 SHORT_US, FAR_BEHIND = 20.0, 1.3
-# Two implementations that are no further apart than this after their turns are close to each other.
-CLOSE = 1.04
 TOO_LATE = "skipped: the time budget was used up"
 
 
 @dataclass(frozen=True)
 class Turns:
-    """How many turns calls take, how many more where the best of a pass are close, and how many repeats each."""
+    """How many turns calls take, and how many repeats each; then more turns where the best of a pass are close.
+
+    `more` has, one after another, how many turns there are then and how close is close: within what factor of the best.
+    """
 
     first: int
-    more: int
     repeats: int
+    more: tuple[tuple[int, float], ...] = ()
+    moved: float = math.inf  # bytes of an input, above which it stays in its place
 
 
-SHORT, HOT = Turns(24, 24, 40), Turns(4, 0, 10)
+# The repeats of a turn share its moment and its place, so turns make a figure exact, and another one says more than
+# more repeats. Twelve tell apart what differs by a tenth; only what differs by less than a twenty-fifth needs all 48. A
+# short call cannot read the whole of a table above 128 MiB: where its rows lie is by chance anyway, and 48 copies of it
+# would not fit.
+SHORT, HOT = Turns(12, 16, ((12, 1.10), (24, 1.04)), moved=128 << 20), Turns(4, 10)
 
 
 class DeviceLost(RuntimeError):
@@ -68,6 +75,7 @@ class Plan:
     containing: str = ""
     seconds: float = math.inf
     label: str = ""
+    done: frozenset[str] = frozenset()  # labels of steps that are left out, having been measured before
 
     def cases(self, op: OpSpec) -> list[Case]:
         """The bench cases of an op that this plan wants, in the registry's order."""
@@ -93,7 +101,15 @@ class Bench:
 
     def call(self, which: str, peer: Peer) -> Call:
         """An implementation's pass over this case as a function without arguments."""
-        return make_call(which, self.op, self.case, self.tensors, peer, self.cotangents)
+        tensors = self.tensors
+        if peer.in_place and which == "forward":  # in other passes it gets copies anyway
+            tensors = {name: tensor.clone() if name in peer.overwrites else tensor for name, tensor in tensors.items()}
+        return make_call(which, self.op, self.case, tensors, peer, self.cotangents)
+
+    def elsewhere(self, largest: float) -> Bench:
+        """The same with its inputs, of so many bytes at most, copied to other memory, where they lie as they did."""
+        small = {name: tensor for name, tensor in self.tensors.items() if tensor.untyped_storage().nbytes() <= largest}
+        return replace(self, tensors=self.tensors | {name: _copy(tensor) for name, tensor in small.items()})
 
 
 def run(plan: Plan, results: Results, on_step: Callable[[str], None] = lambda text: None) -> None:
@@ -106,14 +122,18 @@ def run(plan: Plan, results: Results, on_step: Callable[[str], None] = lambda te
                 which = "latency" if case is None else ""
                 results.notes.append(_note(op, case or op.bench_cases[0], which, "all", TOO_LATE))
                 continue
-            on_step(f"{op.name} latencies" if case is None else case_label(op.name, case))
+            on_step(step_label(op, case))
             if case is None:
                 _measure_latencies(op, timer, plan, results)
             else:
                 with timer.lane():
                     _measure_case(op, case, timer, plan, results)
                 timer.release()
+            # Looking through what torch.compile has loaded takes a fifth of a second, after each case: only once.
+            if not gc.get_freeze_count():
+                gc.freeze()
     finally:
+        gc.unfreeze()
         _sort(plan, results)
 
 
@@ -127,7 +147,7 @@ def in_turn(plan: Plan) -> Iterator[tuple[OpSpec, Case | None]]:
         ordered = [*large, *small]
         queues.append([(op, case) for case in (*ordered[:1], None, *ordered[1:])])
     for layer in zip_longest(*queues):
-        yield from (step for step in layer if step is not None)
+        yield from (step for step in layer if step is not None and step_label(*step) not in plan.done)
 
 
 def is_large(op: OpSpec, case: Case) -> bool:
@@ -148,6 +168,11 @@ def device_name(plan: Plan) -> str:
 def case_label(op: str, case: Case) -> str:
     """A case in words; `--filter` looks for its text in this."""
     return f"{op} {case.name} {shape_text(case.shape)} {case.dtype}"
+
+
+def step_label(op: OpSpec, case: Case | None) -> str:
+    """A step in words: a case, or an op's latencies."""
+    return f"{op.name} latencies" if case is None else case_label(op.name, case)
 
 
 def first_of_each_kind(cases: Sequence[Case]) -> list[Case]:
@@ -217,38 +242,36 @@ def take_turns(bench: Bench, timed: Sequence[tuple[Row, Peer]], turns: Turns) ->
     and begins with the next call, and what a call holds is given back before the one after it: all are offered the same
     places. And the same matmul took 1.41 ms and, the GPU being hotter, 1.75 two seconds later.
     """
-    before = []
+    before: list[Bench] = []  # of each turn so far: they stay where they are
     near = worth_turns(timed)
     samples: list[list[float]] = [[] for _ in near]
     graphs = [True for _ in near]
-    left = list(range(len(near)))  # whose turn comes
-    for turn in range(turns.first + turns.more):
-        if turn == turns.first:
-            left = close_calls(near, samples)
-        if not left:
-            break
-        before.append(bench)  # stays where it is
-        bench = replace(bench, tensors=make_inputs(bench.op, bench.case, bench.timer.device))
-        for step in range(turn, turn + len(left)):
-            place = left[step % len(left)]
-            row, peer = near[place]
-            with torch.set_grad_enabled(row["pass"] != "forward"):
-                found, graph = bench.timer.device_samples(bench.call(row["pass"], peer), peer.capture, turns.repeats)
-            samples[place] += found
-            graphs[place] &= graph
+    for count, within in ((turns.first, math.inf), *turns.more):
+        left = close_calls(near, samples, within) if before else list(range(len(near)))  # whose turn comes
+        for turn in range(len(before), len(before) + count if left else 0):
+            before.append(bench)
+            bench = bench.elsewhere(turns.moved)
+            for step in range(turn, turn + len(left)):
+                place = left[step % len(left)]
+                row, peer = near[place]
+                with torch.set_grad_enabled(row["pass"] != "forward"):
+                    found, graph = bench.timer.device_samples(
+                        bench.call(row["pass"], peer), peer.capture, turns.repeats
+                    )
+                samples[place] += found
+                graphs[place] &= graph
     for (row, _), found, graph in zip(near, samples, graphs, strict=True):
         anew = _timed(timing_of(found, graph), row["bytes"], row["copy_us"])
         row.update(as_row(anew, tuple(anew)))
 
 
-def close_calls(near: Sequence[tuple[Row, Peer]], samples: Sequence[Sequence[float]]) -> list[int]:
-    """The places of those of which the fastest of their pass, by the median, is hardly faster than the next."""
+def close_calls(near: Sequence[tuple[Row, Peer]], samples: Sequence[Sequence[float]], within: float) -> list[int]:
+    """The places of those that, by the median, are within a factor of the fastest of their pass, if not it alone."""
     found: list[int] = []
     for which in dict.fromkeys(row["pass"] for row, _ in near):
-        places = [place for place, (row, _) in enumerate(near) if row["pass"] == which]
-        medians = sorted(statistics.median(samples[place]) for place in places)
-        if len(medians) > 1 and medians[1] <= CLOSE * medians[0]:
-            found += places
+        medians = {p: statistics.median(samples[p]) for p, (row, _) in enumerate(near) if row["pass"] == which}
+        close = [place for place, us in medians.items() if us <= within * min(medians.values())]
+        found += close if len(close) > 1 else []
     return found
 
 
@@ -258,6 +281,12 @@ def worth_turns(timed: Sequence[tuple[Row, Peer]]) -> list[tuple[Row, Peer]]:
     for row, _ in timed:
         best[row["pass"]] = min(row["gpu_us"], best.get(row["pass"], math.inf))
     return [(row, peer) for row, peer in timed if row["gpu_us"] < FAR_BEHIND * best[row["pass"]]]
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    """A tensor of the same numbers that lies in memory of its own as this one lies in its."""
+    memory = tensor.untyped_storage().clone()
+    return tensor.new_empty(0).set_(memory, tensor.storage_offset(), tensor.size(), tensor.stride())
 
 
 def _prepare(op: OpSpec, case: Case, timer: Timer, device: str) -> Bench:
@@ -288,7 +317,7 @@ def _measure(bench: Bench, which: str, peer: Peer) -> dict[str, Any]:
     with torch.set_grad_enabled(which != "forward"):
         extra = timer.extra_memory(call) if which == "both" else None
         timing = timer.device_time(call, capture=peer.capture)
-        call_us = timer.call_time(call, gpu_us=timing.us) if timer.on_gpu else timing.us
+        call_us = timer.call_time(call, batches=3, gpu_us=timing.us) if timer.on_gpu else timing.us
     nbytes = bench.op.cost(bench.case, which).bytes
     return {
         **_timed(timing, nbytes, timer.copy_time(nbytes).us),

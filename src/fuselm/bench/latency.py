@@ -20,6 +20,7 @@ from fuselm.bench import peers
 from fuselm.bench.harness import Timer, empty_kernel
 from fuselm.bench.report import DECODE_FIELDS, HOST_FIELDS, Results, Row, as_row
 from fuselm.bench.tensors import make_inputs
+from fuselm.kernels.embedding import EmbeddingCase
 from fuselm.kernels.linear_cross_entropy import HeadCase
 from fuselm.kernels.spec import Case, OpSpec
 
@@ -106,13 +107,19 @@ def cut_down(case: Case, elements: int) -> Case:
     name that says how large the vocabulary is says so of the smaller one.
     """
     if isinstance(case, HeadCase):
-        vocabulary = max(1, min(case.vocabulary, elements // max(case.shape[-1], 1)))
+        vocabulary = _fewer_words(case.vocabulary, case, elements)
         name = case.name.replace(str(case.vocabulary), str(vocabulary))
         case = dataclasses.replace(case, name=name, vocabulary=vocabulary, targets=(0, vocabulary))
+    elif isinstance(case, EmbeddingCase):
+        case = dataclasses.replace(case, vocabulary=_fewer_words(case.vocabulary, case, elements), drawn=None)
     shape = list(case.shape)
     for place in range(len(shape) - 1):
         shape[place] = max(1, min(shape[place], elements // max(math.prod(shape[place + 1 :]), 1)))
     return dataclasses.replace(case, shape=tuple(shape))
+
+
+def _fewer_words(vocabulary: int, case: Case, elements: int) -> int:
+    return max(1, min(vocabulary, elements // max(case.shape[-1], 1)))
 
 
 def _call(implementation: Callable[..., Any], tensors: dict[str, Any], case: Case) -> Callable[[], Any]:

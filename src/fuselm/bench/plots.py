@@ -23,8 +23,8 @@ COLOURS = {
     "quack": "#CC79A7",
     "matmuls": "#56B4E9",
 }
-# Groups of bars that can be told apart in one panel, and that a panel of ordinary width has room for.
-MOST_GROUPS, GROUPS_OF_ORDINARY_WIDTH = 14, 9
+# Groups of bars of a panel, and panels side by side: of many ops a picture is to be looked at, and under a mebibyte.
+MOST_GROUPS, COLUMNS = 8, 2
 LIBRARY_COLOURS = {"fuselm": "#0072B2", "tiktoken": "#E69F00", "tokenizers": "#009E73", ALONE: "#56B4E9"}
 
 
@@ -36,15 +36,12 @@ def roofline(rows: Sequence[Row], path: Path, title: str) -> None:
         if row["share_of_copy"] is not None and row["op"] not in bound:
             panels.setdefault((row["op"], row["pass"]), []).append(row)
     shown = {key: _largest(members, MOST_GROUPS) for key, members in panels.items()}
-    widest = max((len({_case_and_dtype(row) for row in members}) for members in shown.values()), default=1)
-    figure, axes = _figure(len(panels), widest)
+    figure, axes = _figure(len(panels), COLUMNS if len(panels) > COLUMNS else 1)
     for axis, ((op, which), members) in zip(axes, shown.items(), strict=False):
         _bars(axis, members, lambda row: 100 * row["share_of_copy"], group=_case_and_dtype)
         axis.axhline(100, color="black", linewidth=0.8, linestyle="--")
         left_out = len({_case_and_dtype(row) for row in panels[op, which]} - {_case_and_dtype(row) for row in members})
-        axis.set_title(
-            f"{op} {which}" + (f" (the largest; {left_out} smaller ones are in the record)" * bool(left_out))
-        )
+        axis.set_title(f"{op} {which}" + (f" (and {left_out} smaller ones)" * bool(left_out)), loc="left", fontsize=10)
         axis.set_ylabel("% of copy speed")
     figure.suptitle(f"Share of the speed of a copy of the same bytes: {title}")
     _save(figure, path)
@@ -78,16 +75,15 @@ def tokenizer(rows: Sequence[Row], path: Path, title: str) -> None:
     _save(figure, path)
 
 
-def _figure(panels: int, groups: int = 1) -> tuple[Any, list[Any]]:
+def _figure(panels: int, columns: int = 1) -> tuple[Any, list[Any]]:
     # The object interface with its own canvas: no pyplot, so no global state and no display is looked for.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    count = max(panels, 1)
-    width = 11 * max(1.0, groups / GROUPS_OF_ORDINARY_WIDTH)
-    figure = Figure(figsize=(width, 3.4 * count + 0.6), layout="constrained")
+    lines = -(-max(panels, 1) // columns)
+    figure = Figure(figsize=(11 if columns == 1 else 8 * columns, 3 * lines + 0.6), layout="constrained")
     FigureCanvasAgg(figure)
-    return figure, [figure.add_subplot(count, 1, index + 1) for index in range(count)]
+    return figure, [figure.add_subplot(lines, columns, index + 1) for index in range(max(panels, 1))]
 
 
 def _bars(
@@ -137,5 +133,5 @@ def _task(row: Row) -> str:
 def _save(figure: Any, path: Path) -> None:
     picture = io.BytesIO()
     # No software version in the file: the same rows give the same bytes wherever the same matplotlib is.
-    figure.savefig(picture, format="png", dpi=110, metadata={"Software": None})
+    figure.savefig(picture, format="png", dpi=90, metadata={"Software": None})
     write_whole(path, picture.getvalue())

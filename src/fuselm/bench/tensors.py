@@ -9,6 +9,7 @@ CPU, or, for shapes where that would take longer than the measurement, on the de
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -22,10 +23,12 @@ HOST_ELEMENTS = 1 << 20
 
 def make_inputs(op: OpSpec, case: Case, device: str | torch.device, *, grad: bool = False) -> dict[str, Tensor]:
     """Every tensor argument of a case by name; with `grad`, leaves that want a gradient where they have one."""
-    generator = _generator(case, device)
+    specs = op.inputs(case)
+    # Of a head or an embedding the table is what is large, even where the case has one row.
+    generator = _generator(case, device, max(math.prod(spec.shape) for spec in specs.values()))
     with_rows = op.row_inputs(case)
     made = {}
-    for name, spec in op.inputs(case).items():
+    for name, spec in specs.items():
         values = _values(spec, generator)
         # The layout is that of the main input, and of whatever has its rows.
         tensor = lay_out(values, case.layout if name in with_rows else "contiguous", device)
@@ -38,7 +41,7 @@ def make_cotangents(outputs: tuple[Tensor, ...], case: Case) -> tuple[Tensor, ..
     made = []
     for output in outputs:
         spec = InputSpec(tuple(output.shape), str(output.dtype).removeprefix("torch."))
-        made.append(_values(spec, _generator(case, output.device, seed=1)).to(output.device))
+        made.append(_values(spec, _generator(case, output.device, output.numel(), seed=1)).to(output.device))
     return tuple(made)
 
 
@@ -70,8 +73,8 @@ def lay_out(values: Tensor, layout: str, device: str | torch.device) -> Tensor:
     raise ValueError(f"A layout is contiguous, strided, columns, offset or transposed; got {layout!r}.")
 
 
-def _generator(case: Case, device: str | torch.device, seed: int = 0) -> torch.Generator:
-    where = device if case.size > HOST_ELEMENTS and case.layout == "contiguous" else "cpu"
+def _generator(case: Case, device: str | torch.device, elements: int, seed: int = 0) -> torch.Generator:
+    where = device if elements > HOST_ELEMENTS and case.layout == "contiguous" else "cpu"
     return torch.Generator(where).manual_seed(seed)
 
 

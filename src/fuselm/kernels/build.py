@@ -17,6 +17,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 import sys
 import time
@@ -51,6 +52,7 @@ __all__ = [
     "cache_dir",
     "clean",
     "compile_only",
+    "compiled_text",
     "detect_architectures",
     "find_nvcc",
     "is_built",
@@ -68,6 +70,16 @@ HOST_FLAGS = ("-O2", "-fPIC", "-fvisibility=hidden")
 TORCH_FLAGS = ("-std=c++20", "-DTORCH_TARGET_VERSION=0x020a000000000000", "-DUSE_CUDA")
 JAX_FLAGS = ("-std=c++17",)
 TORCH_LINK_FLAGS = ("-ltorch", "-ltorch_cpu", "-ltorch_cuda", "-lc10")
+# A comment, or what may hold the marks of one and is none: raw strings, strings, characters, and numbers, between whose
+# digits a ' may stand.
+_COMMENT_OR_NOT = re.compile(
+    r'(?P<kept>R"(?P<mark>[^\s()\\]{0,16})\(.*?\)(?P=mark)"'
+    r'|"(?:\\.|[^"\\\n])*"'
+    r"|(?<!\w)\d(?:'?[\w.])*"
+    r"|'(?:\\.|[^'\\\n])*')"
+    r"|//(?:\\\n|[^\n])*|/\*.*?\*/",
+    re.DOTALL,
+)
 
 
 @dataclass(frozen=True)
@@ -96,8 +108,15 @@ def native_sources(source_dir: Path = SOURCE_DIR) -> list[Path]:
 
 
 def source_hashes(source_dir: Path = SOURCE_DIR) -> dict[str, str]:
-    """SHA-256 of every native file under its path in the repository, whatever the package is installed as."""
-    return {f"src/fuselm/kernels/{path.name}": _sha256(path.read_bytes()) for path in native_sources(source_dir)}
+    """SHA-256 of what is compiled of every native file, under its path in the repository: comments do not count."""
+    texts = {path.name: compiled_text(path.read_text(encoding="utf-8")) for path in native_sources(source_dir)}
+    return {f"src/fuselm/kernels/{name}": _sha256(text.encode()) for name, text in texts.items()}
+
+
+def compiled_text(text: str) -> str:
+    """C++ without comments, blank lines and blanks at the ends of lines: what a compiler makes code of."""
+    bare = _COMMENT_OR_NOT.sub(lambda found: found["kept"] or " ", text)
+    return "\n".join(line.rstrip() for line in bare.splitlines() if line.strip())
 
 
 def clean() -> None:
