@@ -1,7 +1,6 @@
 """The ops for PyTorch: `fuselm.ops.<op>`, each found in kernels/torch_ops the first time it is asked for.
 
-An op with a file of its own there has, or is to have, a kernel; those in plain.py have their final name and signature,
-and plain torch behind it. `choose` picks an implementation for each op.
+`choose` picks an implementation for each op.
 
 Use:
 

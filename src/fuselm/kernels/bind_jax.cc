@@ -1,16 +1,19 @@
 // The JAX binding: an XLA FFI handler, symbol fuselm_<launcher>, for every launcher of fuselm.h that is part of an op.
 //
 // Knows XLA's FFI headers and no op. What a handler takes is read off its launcher's signature: buffers for the inputs
-// and outputs in order, and one attribute, `scalars`, an array of doubles with the scalars in order. An absent tensor
+// and outputs in order, and one attribute, `scalars`, an array of doubles with the scalars in order; a list, of tensors
+// or of numbers, has its length there, before the numbers. An absent tensor
 // is a buffer of shape [0]: no tensor that is there can look like that and have work to do. Scratch memory is one more
 // result, of as many bytes as fuselm_<launcher>_workspace says. (XLA's own scratch allocator refused to serve.) What a
 // launcher writes over is an argument and, before its outputs, a result that XLA has been told to keep in the same
 // place.
 #include <array>
+#include <deque>
 #include <string>
 #include <tuple>
 #include <type_traits>
 #include <utility>
+#include <vector>
 
 #include "fuselm.h"
 #include "xla/ffi/api/ffi.h"
@@ -34,6 +37,8 @@ DType dtype_of(ffi::DataType type) {
       return DType::kInt32;
     case ffi::DataType::S64:
       return DType::kInt64;
+    case ffi::DataType::PRED:
+      return DType::kBool;
     default:
       return DType::kUnsupported;
   }
@@ -65,6 +70,9 @@ struct Call {
   ffi::Span<const double> scalars;
   size_t next_input = 0, next_output = 0, next_scalar = 0;
   bool complete = true;
+  std::deque<std::vector<TensorView>> lists = {};  // which stay where they are when another comes
+  std::vector<double> numbers = {};
+  std::vector<int64_t> indices = {};
 
   template <typename Parameter>
   Parameter make() {
@@ -77,10 +85,24 @@ struct Call {
       auto same = results.get<ffi::AnyBuffer>(next_output++);
       complete &= buffer.has_value() && same.has_value();
       return complete ? written_over(*buffer, **same) : Parameter{};
+    } else if constexpr (std::is_same_v<Parameter, fuselm::InputList>) {
+      return {list<fuselm::Input>()};
+    } else if constexpr (std::is_same_v<Parameter, fuselm::InOutList>) {
+      return {list<fuselm::InOut>()};
+    } else if constexpr (std::is_same_v<Parameter, fuselm::Numbers>) {
+      const auto count = make<int64_t>();
+      for (int64_t i = 0; complete && i < count; ++i) numbers.push_back(make<double>());
+      return {numbers.data(), static_cast<int64_t>(numbers.size())};
+    } else if constexpr (std::is_same_v<Parameter, fuselm::Indices>) {
+      const auto count = make<int64_t>();
+      for (int64_t i = 0; complete && i < count; ++i) indices.push_back(make<int64_t>());
+      return {indices.data(), static_cast<int64_t>(indices.size())};
     } else if constexpr (std::is_same_v<Parameter, fuselm::Stream>) {
       return {stream_handle, -1};
     } else if constexpr (std::is_same_v<Parameter, fuselm::Workspace>) {
       return workspace();
+    } else if constexpr (std::is_same_v<Parameter, fuselm::Wanted>) {
+      return {static_cast<DType>(make<int64_t>())};  // the result that XLA brings has it already
     } else if constexpr (std::is_arithmetic_v<Parameter>) {
       complete &= next_scalar < scalars.size();
       return complete ? static_cast<Parameter>(scalars[next_scalar++]) : Parameter{};
@@ -89,6 +111,14 @@ struct Call {
       complete &= buffer.has_value();
       return buffer.has_value() ? view_of<Parameter>(**buffer) : Parameter{};
     }
+  }
+
+  template <typename Tensor>
+  fuselm::TensorList list() {
+    const auto count = make<int64_t>();
+    std::vector<TensorView>& views = lists.emplace_back();
+    for (int64_t i = 0; complete && i < count; ++i) views.push_back(make<Tensor>());
+    return {views.data(), static_cast<int64_t>(views.size())};
   }
 
   // XLA keeps the two in one place where it can; inside a loop it may not.
@@ -161,3 +191,30 @@ FUSELM_OP(cross_entropy_backward, nullptr)
 FUSELM_OP(cross_entropy_correct, nullptr)
 FUSELM_OP(linear_cross_entropy_scale, nullptr)
 FUSELM_OP(linear_cross_entropy_dweight, nullptr)
+FUSELM_OP(gelu_forward, nullptr)
+FUSELM_OP(gelu_backward, nullptr)
+FUSELM_OP(silu_forward, nullptr)
+FUSELM_OP(silu_backward, nullptr)
+FUSELM_OP(relu2_forward, nullptr)
+FUSELM_OP(relu2_backward, nullptr)
+FUSELM_OP(swiglu_forward, nullptr)
+FUSELM_OP(swiglu_backward, nullptr)
+FUSELM_OP(swiglu_packed_forward, nullptr)
+FUSELM_OP(swiglu_packed_backward, nullptr)
+FUSELM_OP(geglu_forward, nullptr)
+FUSELM_OP(geglu_backward, nullptr)
+FUSELM_OP(geglu_packed_forward, nullptr)
+FUSELM_OP(geglu_packed_backward, nullptr)
+FUSELM_OP(add_forward, nullptr)
+FUSELM_OP(add_backward, nullptr)
+FUSELM_OP(add_backward_row, fuselm::add_backward_row_workspace)
+FUSELM_OP(mul_forward, nullptr)
+FUSELM_OP(mul_backward, nullptr)
+FUSELM_OP(mul_backward_row, fuselm::mul_backward_row_workspace)
+FUSELM_OP(rope_forward, nullptr)
+FUSELM_OP(rope_inplace, nullptr)
+FUSELM_OP(rope_backward, fuselm::rope_backward_workspace)
+FUSELM_OP(embedding_forward, nullptr)
+FUSELM_OP(embedding_backward, fuselm::embedding_backward_workspace)
+FUSELM_OP(adamw_step, nullptr)
+FUSELM_OP(global_norm, nullptr)

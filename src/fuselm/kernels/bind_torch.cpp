@@ -9,11 +9,13 @@
 #include <torch/headeronly/core/ScalarType.h>
 #include <torch/headeronly/util/Exception.h>
 
+#include <deque>
 #include <optional>
 #include <string>
 #include <tuple>
 #include <type_traits>
 #include <utility>
+#include <vector>
 
 #include "fuselm.h"
 
@@ -24,7 +26,7 @@ using fuselm::Status;
 using fuselm::TensorView;
 using torch::headeronly::ScalarType;
 
-constexpr int kMaxTensors = 8;
+constexpr int kMaxTensors = 12;
 
 void check(AOTITorchError error) {
   STD_TORCH_CHECK(error == AOTI_TORCH_SUCCESS, "fuselm: a call into libtorch failed");
@@ -62,6 +64,8 @@ DType dtype_of(int32_t scalar_type) {
       return DType::kInt32;
     case ScalarType::Long:
       return DType::kInt64;
+    case ScalarType::Bool:
+      return DType::kBool;
     default:
       return DType::kUnsupported;
   }
@@ -86,10 +90,21 @@ class Call {
       return input<Parameter>(Handle(torch::stable::detail::to<AtenTensorHandle>(stack_[next_++])));
     } else if constexpr (std::is_same_v<Parameter, fuselm::OptionalInput>) {
       return optional_input();
+    } else if constexpr (std::is_base_of_v<fuselm::TensorList, Parameter>) {
+      return list<Parameter>();
+    } else if constexpr (std::is_same_v<Parameter, fuselm::Numbers>) {
+      numbers_ = torch::stable::detail::to<std::vector<double>>(stack_[next_++]);
+      return {numbers_.data(), static_cast<int64_t>(numbers_.size())};
+    } else if constexpr (std::is_same_v<Parameter, fuselm::Indices>) {
+      indices_ = torch::stable::detail::to<std::vector<int64_t>>(stack_[next_++]);
+      return {indices_.data(), static_cast<int64_t>(indices_.size())};
     } else if constexpr (std::is_same_v<Parameter, fuselm::Stream>) {
       return stream();
     } else if constexpr (std::is_same_v<Parameter, fuselm::Workspace>) {
       return workspace();
+    } else if constexpr (std::is_same_v<Parameter, fuselm::Wanted>) {
+      wanted_dtype_ = static_cast<DType>(torch::stable::detail::to<int64_t>(stack_[next_++]));
+      return {wanted_dtype_};
     } else if constexpr (std::is_arithmetic_v<Parameter>) {
       return torch::stable::detail::to<Parameter>(stack_[next_++]);
     } else {
@@ -110,25 +125,42 @@ class Call {
  private:
   template <typename Parameter>
   Parameter input(Handle handle) {
+    const Parameter view = look_at<Parameter>(handle.get());
+    inputs_[num_inputs_] = std::move(handle);
+    views_[num_inputs_++] = view;
+    return view;
+  }
+
+  template <typename Parameter>
+  Parameter look_at(AtenTensorHandle tensor) {
     Parameter view;
     int64_t rank = 0;
     int32_t scalar_type = 0, device_type = 0, device = 0;
     int64_t *sizes = nullptr, *strides = nullptr;
-    check(aoti_torch_get_dim(handle.get(), &rank));
-    check(aoti_torch_get_dtype(handle.get(), &scalar_type));
-    check(aoti_torch_get_device_type(handle.get(), &device_type));
-    check(aoti_torch_get_device_index(handle.get(), &device));
-    check(aoti_torch_get_sizes(handle.get(), &sizes));
-    check(aoti_torch_get_strides(handle.get(), &strides));
-    check(aoti_torch_get_data_ptr(handle.get(), &view.data));
+    check(aoti_torch_get_dim(tensor, &rank));
+    check(aoti_torch_get_dtype(tensor, &scalar_type));
+    check(aoti_torch_get_device_type(tensor, &device_type));
+    check(aoti_torch_get_device_index(tensor, &device));
+    check(aoti_torch_get_sizes(tensor, &sizes));
+    check(aoti_torch_get_strides(tensor, &strides));
+    check(aoti_torch_get_data_ptr(tensor, &view.data));
     view.dtype = dtype_of(scalar_type);
     view.rank = static_cast<int32_t>(rank);
     for (int d = 0; d < rank && d < fuselm::kMaxRank; ++d) view.sizes[d] = sizes[d], view.strides[d] = strides[d];
-    if (num_inputs_ == 0) device_ = device, device_type_ = device_type;
+    if (!std::exchange(has_device_, true)) device_ = device, device_type_ = device_type;
     one_device_ &= device == device_ && device_type == device_type_;
-    inputs_[num_inputs_] = std::move(handle);
-    views_[num_inputs_++] = view;
     return view;
+  }
+
+  // Tensors of a list are not among the inputs that an output may be like.
+  template <typename List>
+  List list() {
+    auto tensors = torch::stable::detail::to<std::vector<AtenTensorHandle>>(stack_[next_++]);
+    std::vector<TensorView>& views = lists_.emplace_back();
+    views.reserve(tensors.size());
+    for (AtenTensorHandle tensor : tensors) list_handles_.emplace_back(tensor);  // owned before anything can throw
+    for (AtenTensorHandle tensor : tensors) views.push_back(look_at<TensorView>(tensor));
+    return {{views.data(), static_cast<int64_t>(views.size())}};
   }
 
   fuselm::OptionalInput optional_input() {
@@ -150,13 +182,48 @@ class Call {
     return allocate(view, like.present(), like.rank > 0 ? like.rank - 1 : 0, like.sizes, DType::kFloat32);
   }
 
+  template <int kInput>
+  fuselm::Halved<kInput> output(fuselm::Halved<kInput> view) {
+    TensorView like = views_[kInput];
+    const bool whole = like.rank > 0 && like.rank <= fuselm::kMaxRank && like.sizes[like.rank - 1] % 2 == 0;
+    if (whole) like.sizes[like.rank - 1] /= 2;
+    return allocate(view, like.present() && whole, like.rank, like.sizes, like.dtype);
+  }
+
+  template <int kFirst, int kSecond>
+  fuselm::Broadcast<kFirst, kSecond> output(fuselm::Broadcast<kFirst, kSecond> view) {
+    const TensorView &a = views_[kFirst], &b = views_[kSecond];
+    const int rank = a.rank > b.rank ? a.rank : b.rank;
+    int64_t sizes[fuselm::kMaxRank];
+    bool fit = rank <= fuselm::kMaxRank;
+    for (int d = 0; fit && d < rank; ++d) {  // counted from the last
+      const int64_t one = d < a.rank ? a.sizes[a.rank - 1 - d] : 1, other = d < b.rank ? b.sizes[b.rank - 1 - d] : 1;
+      fit = one == other || one == 1 || other == 1;
+      sizes[rank - 1 - d] = one == 1 ? other : one;
+    }
+    const DType dtype = a.dtype == b.dtype ? a.dtype : DType::kFloat32;
+    return allocate(view, fit, rank, sizes, dtype);
+  }
+
+  template <int kIndices, int kTable>
+  fuselm::Gathered<kIndices, kTable> output(fuselm::Gathered<kIndices, kTable> view) {
+    const TensorView &indices = views_[kIndices], &table = views_[kTable];
+    const bool fit = indices.rank < fuselm::kMaxRank && table.rank > 0 && table.rank <= fuselm::kMaxRank;
+    int64_t sizes[fuselm::kMaxRank];
+    for (int d = 0; fit && d < indices.rank; ++d) sizes[d] = indices.sizes[d];
+    if (fit) sizes[indices.rank] = table.sizes[table.rank - 1];
+    const DType dtype = wanted_dtype_ == DType::kAbsent ? table.dtype : wanted_dtype_;
+    return allocate(view, fit, indices.rank + 1, sizes, dtype);
+  }
+
   fuselm::Scalar output(fuselm::Scalar view) { return allocate(view, true, 0, nullptr, DType::kFloat32); }
 
   template <typename Parameter>
   Parameter allocate(Parameter view, bool present, int rank, const int64_t* sizes, DType dtype) {
     const int index = num_outputs_++;
     // What the launcher will refuse anyway is not worth memory, and may not have a shape that can be had.
-    if (!present || !(wanted_ >> index & 1) || rank > fuselm::kMaxRank || dtype == DType::kUnsupported) return view;
+    const bool is_float = dtype == DType::kFloat32 || dtype == DType::kFloat16 || dtype == DType::kBFloat16;
+    if (!present || !(wanted_ >> index & 1) || rank > fuselm::kMaxRank || !is_float) return view;
     view.dtype = dtype;
     view.rank = rank;
     int64_t stride = 1;
@@ -198,11 +265,16 @@ class Call {
   StableIValue* stack_;
   int64_t (*workspace_bytes_)(const TensorView&, fuselm::Stream);
   int64_t wanted_ = 0;
+  DType wanted_dtype_ = DType::kAbsent;
   int next_ = 0, num_inputs_ = 0, num_outputs_ = 0;
   int32_t device_ = -1, device_type_ = 0;
-  bool one_device_ = true;
+  bool one_device_ = true, has_device_ = false;
   std::optional<fuselm::Stream> stream_;  // asked for once
   Handle inputs_[kMaxTensors], outputs_[kMaxTensors], workspace_;
+  std::vector<Handle> list_handles_;
+  std::deque<std::vector<TensorView>> lists_;  // which stay where they are when another comes
+  std::vector<double> numbers_;
+  std::vector<int64_t> indices_;
   TensorView views_[kMaxTensors];
 };
 
@@ -241,5 +313,32 @@ STABLE_TORCH_LIBRARY_IMPL(fuselm, CUDA, m) {
   FUSELM_OP(cross_entropy_correct, nullptr);
   FUSELM_OP(linear_cross_entropy_scale, nullptr);
   FUSELM_OP(linear_cross_entropy_dweight, nullptr);
+  FUSELM_OP(gelu_forward, nullptr);
+  FUSELM_OP(gelu_backward, nullptr);
+  FUSELM_OP(silu_forward, nullptr);
+  FUSELM_OP(silu_backward, nullptr);
+  FUSELM_OP(relu2_forward, nullptr);
+  FUSELM_OP(relu2_backward, nullptr);
+  FUSELM_OP(swiglu_forward, nullptr);
+  FUSELM_OP(swiglu_backward, nullptr);
+  FUSELM_OP(swiglu_packed_forward, nullptr);
+  FUSELM_OP(swiglu_packed_backward, nullptr);
+  FUSELM_OP(geglu_forward, nullptr);
+  FUSELM_OP(geglu_backward, nullptr);
+  FUSELM_OP(geglu_packed_forward, nullptr);
+  FUSELM_OP(geglu_packed_backward, nullptr);
+  FUSELM_OP(add_forward, nullptr);
+  FUSELM_OP(add_backward, nullptr);
+  FUSELM_OP(add_backward_row, fuselm::add_backward_row_workspace);
+  FUSELM_OP(mul_forward, nullptr);
+  FUSELM_OP(mul_backward, nullptr);
+  FUSELM_OP(mul_backward_row, fuselm::mul_backward_row_workspace);
+  FUSELM_OP(rope_forward, nullptr);
+  FUSELM_OP(rope_inplace, nullptr);
+  FUSELM_OP(rope_backward, fuselm::rope_backward_workspace);
+  FUSELM_OP(embedding_forward, nullptr);
+  FUSELM_OP(embedding_backward, fuselm::embedding_backward_workspace);
+  FUSELM_OP(adamw_step, nullptr);
+  FUSELM_OP(global_norm, nullptr);
   FUSELM_OP(overwrite_l2, nullptr);
 }

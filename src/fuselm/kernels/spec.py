@@ -126,6 +126,8 @@ class OpSpec:
     # True when kernels do all of the work: then PyTorch and JAX, eager and compiled, agree to the bit. Matrix products
     # are each framework's own.
     same_bits: bool = True
+    # False when torch's own formula, the reference, rounds more often than the op does.
+    rounds_alike: bool = True
     # What is timed: "both" is forward and backward as one training step has them, the incoming gradient being 1.
     passes: tuple[str, ...] = ("forward", "backward")
 
