@@ -264,13 +264,13 @@ def test_the_default_compiler_fuses_it_to_the_same_numbers() -> None:
             r"one device; got params\[0\] on cpu, .* meta",
         ),
         ({"grads": [torch.zeros(3, device="meta"), torch.zeros(1, 2)]}, "shape and device; got .* on meta"),
-        ({"params": [torch.zeros(3).long(), torch.zeros(1, 2)]}, "must be float64, .*; got .* torch.int64"),
+        ({"params": [torch.zeros(3).long(), torch.zeros(1, 2)]}, "must be float64, .*; got .* int64"),
         (
             {"params": [torch.zeros(3).double(), torch.zeros(1, 2)]},
-            "float64 parameter must be .*; got .* torch.float32",
+            "float64 parameter must be .*; got .* float32",
         ),
-        ({"exp_avgs": [torch.zeros(3).half(), torch.zeros(1, 2)]}, "must be torch.float32; got .* torch.float16"),
-        ({"grads": [torch.zeros(3) * 1j, torch.zeros(1, 2)]}, "must be a real .*; got .* torch.complex64"),
+        ({"exp_avgs": [torch.zeros(3).half(), torch.zeros(1, 2)]}, "must be float32; got .* float16"),
+        ({"grads": [torch.zeros(3) * 1j, torch.zeros(1, 2)]}, "must be a real .*; got .* complex64"),
         ({"step": 0}, "step must be 1 or more; got 0"),
     ],
 )

@@ -4,6 +4,7 @@ Use:
 
     from fuselm import jax as fused
     y = fused.rms_norm(x, weight, eps=1e-6)
+    params, state = fused.adamw(params, grads, state, lr=3e-4)
 """
 
 from __future__ import annotations
@@ -14,14 +15,17 @@ from typing import Any
 
 from fuselm.kernels.spec import op_names
 
-__all__ = op_names()
+# Over whole pytrees, in adamw.py: no functions of tensors with a gradient, so not in the registry.
+OVER_TREES = ("adamw", "adamw_init", "global_norm")
+
+__all__ = [*op_names(), *OVER_TREES]
 
 
 def __getattr__(name: str) -> Callable[..., Any]:
     if name not in __all__:
         raise AttributeError(f"fuselm.jax has no op {name!r}; it has {', '.join(__all__)}.")
     try:
-        module = importlib.import_module(f"fuselm.kernels.jax_ops.{name}")
+        module = importlib.import_module(f"fuselm.kernels.jax_ops.{'adamw' if name in OVER_TREES else name}")
     except ModuleNotFoundError as error:
         if error.name not in ("jax", "jaxlib"):
             raise

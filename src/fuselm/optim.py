@@ -10,6 +10,7 @@ Knows torch and fuselm.ops, no model and no schedule. State dicts go from torch'
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from typing import Any
 
@@ -28,14 +29,18 @@ _ADD_PARAM_GROUP = getattr(torch.optim.Optimizer.add_param_group, "__wrapped__",
 
 
 class AdamW(torch.optim.Optimizer):
-    """AdamW in one pass of `fuselm.ops.adamw` per group, with torch's arguments, state and groups.
+    """AdamW in one call of `fuselm.ops.adamw` for all groups of a device, with torch's arguments, state and groups.
 
-    States are fp32 for bf16 and fp16 parameters (torch keeps those in 16 bits), else of the parameter's dtype. A
-    learning rate that is a 0-dim tensor on the parameters' device can be changed without a host synchronisation.
+    States are fp32 for bf16 and fp16 parameters (torch keeps those in 16 bits), else of the parameter's dtype. With
+    `master_weights` each 16-bit parameter also has an fp32 twin, made of it at its first step and kept in the state:
+    steps too small for 16 bits add up there. It is an option of a group, as the others are; whoever writes over such a
+    parameter later must drop its "master". A learning rate that is a 0-dim tensor on the parameters' device can be
+    changed without a host synchronisation. `impl` is as in `ops.choose`: "torch" is for comparing.
     """
 
     _compiled: Any = None  # what `compile` has made; not part of a copy or a state
     _counted: tuple[dict[str, Any], ...] = ()  # the states that the last step has counted
+    impl = "auto"
 
     def __init__(
         self,
@@ -44,14 +49,26 @@ class AdamW(torch.optim.Optimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.01,
+        *,
+        master_weights: bool = False,
+        impl: str = "auto",
     ) -> None:
+        _op(impl)  # a word that is none is refused now
+        self.impl = impl
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        defaults |= {"master_weights": master_weights}
         _check_options(defaults)
         super().__init__(params, defaults)
 
     def compile(self) -> None:
-        """From now on each group's step is one graph of torch.compile: one pass over memory instead of nine."""
-        self._compiled = torch.compile(ops.adamw, fullgraph=True, dynamic=False)
+        """Where there is no kernel a step is one graph of torch.compile from now on: one pass over memory, not nine."""
+        if not self._has_kernel():
+            self._compiled = torch.compile(_op(self.impl), fullgraph=True, dynamic=False)
+
+    def _has_kernel(self) -> bool:
+        """Whether every parameter is one that a kernel steps: torch.compile has nothing to add there."""
+        params = [param for group in self.param_groups for param in group["params"]]
+        return self.impl != "torch" and all(param.is_cuda and param.dtype != torch.float64 for param in params)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's; options of the group and dtypes of its parameters are checked first."""
@@ -75,8 +92,17 @@ class AdamW(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._counted = ()
-        for group in self.param_groups:
-            self._step_group(group, grad_scale, skip)
+        together: dict[Any, _Taken] = {}
+        for index, group in enumerate(self.param_groups):
+            for param in group["params"]:
+                if param.grad is not None:
+                    # Parameters that were without a gradient now and then have taken fewer steps than others.
+                    number = int(self._state_of(param, group["master_weights"])["step"].item()) + 1
+                    # A compiled graph has one set of options; the kernel has many.
+                    key = (param.device, index, number) if self._compiled else param.device
+                    together.setdefault(key, _Taken()).add(param, number, group)
+        for taken in together.values():
+            self._step_taken(taken, grad_scale, skip)
         return loss
 
     def uncount(self) -> None:
@@ -85,39 +111,30 @@ class AdamW(torch.optim.Optimizer):
             state["step"] -= 1
         self._counted = ()
 
-    def _step_group(self, group: dict[str, Any], grad_scale: Tensor | None, skip: Tensor | None) -> None:
-        # Parameters that were without a gradient now and then have taken fewer steps, and so have other corrections.
-        alike: dict[tuple[int, torch.device], list[Tensor]] = {}
-        for param in group["params"]:
-            if param.grad is not None:
-                taken = int(self._state_of(param)["step"].item())
-                alike.setdefault((taken, param.device), []).append(param)
-        options = {name: group[name] for name in ("lr", "betas", "eps", "weight_decay")}
-        for (taken, device), params in alike.items():
-            if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-                raise RuntimeError(
-                    "AdamW.step counts its steps on the host, and a CUDA graph would repeat one number for ever; got a "
-                    "stream that records. Record fuselm.ops.adamw, with tensors for step and lr."
-                )
-            states = [self.state[param] for param in params]
-            number: Any = taken + 1
-            if self._compiled is not None:  # as tensors: a graph that holds numbers would be compiled anew at each step
-                number = torch.full((), taken + 1.0, device=device)
-                options["lr"] = torch.full((), float(options["lr"]), device=device)
-            (self._compiled or ops.adamw)(
-                params,
-                [param.grad for param in params],
-                [state["exp_avg"] for state in states],
-                [state["exp_avg_sq"] for state in states],
-                step=number,
-                grad_scale=grad_scale,
-                skip=skip,
-                **options,
+    def _step_taken(self, taken: _Taken, grad_scale: Tensor | None, skip: Tensor | None) -> None:
+        device = taken.params[0].device
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "AdamW.step counts its steps on the host, and a CUDA graph would repeat one number for ever; got a "
+                "stream that records. Record fuselm.ops.adamw, with tensors for step and lr."
             )
-            torch._foreach_add_([state["step"] for state in states], 1)
-            self._counted += tuple(states)
+        states = [self.state[param] for param in taken.params]
+        none = torch.empty(0, device=device)
+        masters = [state.get("master", none) for state in states]
+        (self._compiled or _op(self.impl))(
+            taken.params,
+            [param.grad for param in taken.params],
+            [state["exp_avg"] for state in states],
+            [state["exp_avg_sq"] for state in states],
+            masters=masters if any(master is not none for master in masters) else None,
+            grad_scale=grad_scale,
+            skip=skip,
+            **(taken.options if self._compiled is None else taken.as_tensors()),
+        )
+        torch._foreach_add_([state["step"] for state in states], 1)
+        self._counted += tuple(states)
 
-    def _state_of(self, param: Tensor) -> dict[str, Any]:
+    def _state_of(self, param: Tensor, master: bool) -> dict[str, Any]:
         assert param.grad is not None
         if param.grad.layout != torch.strided:
             raise RuntimeError(
@@ -129,30 +146,70 @@ class AdamW(torch.optim.Optimizer):
             state["step"] = _step_count(0.0)
             for name in ("exp_avg", "exp_avg_sq"):
                 state[name] = torch.zeros_like(param, dtype=_state_dtype(param), memory_format=torch.preserve_format)
+        if master and "master" not in state and _state_dtype(param) != param.dtype:
+            state["master"] = param.detach().to(_state_dtype(param), memory_format=torch.preserve_format)
         return state
 
     # --- state ------------------------------------------------------------------------------------------------------
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's, for the state of this optimizer or of torch's AdamW; averages keep their fp32 digits."""
-        super().load_state_dict(state_dict)
+        groups = state_dict["param_groups"]
+        if len(groups) == len(self.param_groups):  # else torch has words for it
+            own = [{"master_weights": group["master_weights"]} for group in self.param_groups]  # torch's have none
+            groups = [{**mine, **saved} for mine, saved in zip(own, groups, strict=True)]
+        super().load_state_dict({**state_dict, "param_groups": groups})
         ours = [param for group in self.param_groups for param in group["params"]]
         saved = [index for group in state_dict["param_groups"] for index in group["params"]]
         for param, index in zip(ours, saved, strict=True):
             dtype = _state_dtype(param)
             if dtype != param.dtype:  # torch has cast these to the parameter's dtype: take them again
-                for name in self.state.get(param, {}).keys() & {"exp_avg", "exp_avg_sq"}:
+                for name in self.state.get(param, {}).keys() & {"exp_avg", "exp_avg_sq", "master"}:
                     self.state[param][name] = state_dict["state"][index][name].to(param.device, dtype, copy=True)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "impl": self.impl}
+
     def __setstate__(self, state: dict[str, Any]) -> None:
+        defaults = state.get("defaults", self.__dict__.get("defaults", {}))
         for group in state["param_groups"]:
             _check_options(group)
+            group.setdefault("master_weights", defaults.get("master_weights", False))  # torch's groups have none
             for name in (*_TORCHS_CHOICES, *_NOT_OURS):
                 group.pop(name, None)
         for values in state["state"].values():
             if "step" in values:  # torch's fused and capturable ones count on the device
                 values["step"] = _step_count(float(values["step"]))
         super().__setstate__(state)
+
+
+@functools.cache
+def _op(impl: str) -> Any:
+    return ops.adamw if impl == "auto" else ops.choose(impl).adamw
+
+
+class _Taken:
+    """The parameters of a device that take a step, and the options of each."""
+
+    def __init__(self) -> None:
+        self.params: list[Tensor] = []
+        self.options: dict[str, list[Any]] = {name: [] for name in ("step", "lr", "betas", "eps", "weight_decay")}
+
+    def add(self, param: Tensor, number: int, group: dict[str, Any]) -> None:
+        self.params.append(param)
+        self.options["step"].append(number)
+        self.options["betas"].append(tuple(group["betas"]))  # a list, once it has been through JSON
+        for name in ("lr", "eps", "weight_decay"):
+            self.options[name].append(group[name])
+
+    def as_tensors(self) -> dict[str, Any]:
+        """One set of options, step and learning rate on the device: a graph that held their numbers would be compiled
+        anew at each step."""
+        one = {name: values[0] for name, values in self.options.items()}
+        device = self.params[0].device
+        return one | {
+            name: torch.full((), float(one[name]), dtype=torch.float32, device=device) for name in ("step", "lr")
+        }
 
 
 def _step_count(taken: float) -> Tensor:
@@ -198,16 +255,8 @@ def global_norm(tensors: Iterable[Tensor]) -> Tensor:
 
     Sums are fp32, or float64 where a tensor is; the same bits every time for the same tensors in the same order.
     """
-    by_dtype: dict[torch.dtype, list[Tensor]] = {}
-    for tensor in tensors:
-        by_dtype.setdefault(tensor.dtype, []).append(tensor.detach())
-    norms: list[Tensor] = []
-    for dtype, alike in by_dtype.items():
-        norms += torch._foreach_norm(alike, 2, dtype=torch.promote_types(dtype, torch.float32))
-    if not norms:
-        return torch.zeros((), dtype=torch.float32)
-    together = torch.stack([norm.to(norms[0].device) for norm in norms])  # [number of tensors]
-    return torch.linalg.vector_norm(together).to(torch.float32)
+    norm: Tensor = ops.global_norm(tensors)
+    return norm
 
 
 def clip_scale(norm: Tensor, max_norm: float) -> Tensor:

@@ -47,7 +47,8 @@ def register(schema: str, plain: Callable[..., Any], fake: Callable[..., Any], *
 
     def fake_after_loading(*args: Any) -> Any:
         # A compiled graph calls the raw op straight, so tracing is the last chance to load what it will need.
-        if args[0].device.type == "cuda":
+        first = args[0][0] if isinstance(args[0], list | tuple) else args[0]
+        if first.device.type == "cuda":
             load_cuda()
         if _WORDY_INDUCTOR:
             _introduce_to_inductor(getattr(torch.ops.fuselm, name).default)
@@ -130,6 +131,18 @@ def info(tensor: torch.Tensor | None) -> TensorInfo | None:
         return None
     dtype = str(tensor.dtype).removeprefix("torch.")
     return TensorInfo(tuple(tensor.shape), dtype, str(tensor.device))
+
+
+def fills_memory(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has neither gaps nor overlaps, in whatever order of its dimensions."""
+    if not tensor.numel():
+        return True
+    expected = 1
+    for stride, size in sorted((t, s) for s, t in zip(tensor.shape, tensor.stride(), strict=True) if s != 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
 
 
 def refuse_second_gradient(op: str, gradients: list[Any], sources: list[Any]) -> list[Any]:

@@ -1,15 +1,11 @@
 """One step of AdamW over lists of tensors, in place, for PyTorch.
 
-Knows tensors alone: no optimizer, no parameter groups, no schedule. With g the gradient times `grad_scale`,
-
-    exp_avg    <- beta1 exp_avg    + (1 - beta1) g
-    exp_avg_sq <- beta2 exp_avg_sq + (1 - beta2) g²
-    param      <- (1 - lr weight_decay) param - lr / c1 · exp_avg / (sqrt(exp_avg_sq) / sqrt(c2) + eps)
-
-where c1 = 1 - beta1^step and c2 = 1 - beta2^step undo the zeros the averages started from. Both averages are fp32 for
-16-bit parameters and of the parameter's dtype otherwise; all arithmetic is in their dtype.
+Knows tensors alone: no optimizer, no parameter groups, no schedule. The contract is kernels/adamw.py. On CUDA all
+tensors are stepped by one launch of adamw_step.cu; elsewhere, inside torch.compile, and for what does not fill its
+memory, by torch's foreach ops.
 
     adamw([weight], [weight.grad], [exp_avg], [exp_avg_sq], step=1, lr=3e-4, weight_decay=0.1)
+    adamw(params, grads, exp_avgs, exp_avg_sqs, step=1, lr=3e-4, weight_decay=[0.1, 0.1, 0.0])
 """
 
 from __future__ import annotations
@@ -20,17 +16,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
-from fuselm.kernels.spec import refuse
+from fuselm.kernels import adamw as contract
+from fuselm.kernels.torch_ops import fills_memory, info, load_cuda, register
 
-_STATE_DTYPES = {
-    torch.float64: torch.float64,
-    torch.float32: torch.float32,
-    torch.bfloat16: torch.float32,
-    torch.float16: torch.float32,
-}
-# params, grads, exp_avgs, exp_avg_sqs
-_Batch = tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor]]
+# params, grads, exp_avgs, exp_avg_sqs, and masters, of which there are none or one for each parameter
+_Lists = tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor], list[Tensor]]
 
 
 def adamw(
@@ -39,31 +31,169 @@ def adamw(
     exp_avgs: Sequence[Tensor],
     exp_avg_sqs: Sequence[Tensor],
     *,
-    step: int | Tensor,
-    lr: float | Tensor,
-    betas: tuple[float, float] = (0.9, 0.999),
-    eps: float = 1e-8,
-    weight_decay: float = 0.01,
+    step: Any,
+    lr: Any,
+    betas: Any = (0.9, 0.999),
+    eps: Any = 1e-8,
+    weight_decay: Any = 0.01,
+    masters: Sequence[Tensor] | None = None,
     grad_scale: Tensor | None = None,
     skip: Tensor | None = None,
 ) -> None:
-    """Update params, exp_avgs and exp_avg_sqs in place; grads stay as they are.
+    """Update params, exp_avgs, exp_avg_sqs and masters in place; grads stay as they are.
 
     `step` is the number of this step, from 1, and `lr` the learning rate: numbers, or 0-dim tensors on the device,
-    which torch.compile and CUDA graphs take as inputs. `grad_scale` is a 0-dim tensor that multiplies every gradient.
-    `skip` is a 0-dim bool tensor: where it is true nothing changes, whatever the gradients are. Only an eager call with
-    `skip` waits for the device. A tensor's new bits do not depend on which other tensors are in the lists.
+    which torch.compile and CUDA graphs take as inputs. These two, `betas`, `eps` and `weight_decay` are one for all
+    tensors, or a list with one for each. `masters` are the fp32 twins of 16-bit parameters, without an element for a
+    parameter that has none: they are stepped, and the parameters are what they round to. `grad_scale` is a 0-dim
+    tensor that multiplies every gradient. `skip` is a 0-dim bool tensor: where it is true nothing changes, whatever
+    the gradients are; without a kernel an eager call with `skip` waits for the device. A tensor's new bits do not
+    depend on which other tensors are in the lists.
     """
-    _check(params, grads, exp_avgs, exp_avg_sqs, step)
-    compiling = torch.compiler.is_compiling()
+    lists: _Lists = (list(params), list(grads), list(exp_avgs), list(exp_avg_sqs), list(masters or ()))
+    table = _Table.of(len(lists[0]), step, lr, betas, eps, weight_decay)
+    if is_compiling() or not (lists[0] and lists[0][0].is_cuda):
+        _check(lists, table, grad_scale, skip)
+        _plain(lists, table, grad_scale, skip)
+        return
+    try:
+        _fused(lists, table, grad_scale, skip)
+        return
+    except (RuntimeError, TypeError) as caught:
+        error = caught
+    _check(lists, table, grad_scale, skip)
+    # No CUDA implementation yet: these are the first CUDA tensors.
+    if isinstance(error, NotImplementedError) and load_cuda():
+        options: Any = {"step": step, "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        adamw(*lists[:4], masters=lists[4], grad_scale=grad_scale, skip=skip, **options)
+        return
+    regular = [index for index in range(len(lists[0])) if _is_regular(lists, index)]
+    if len(regular) == len(lists[0]):
+        raise error
+    odd = sorted(set(range(len(lists[0]))) - set(regular))
+    if regular:
+        _fused(_chosen(lists, regular), table.chosen(regular), grad_scale, skip)
+    _plain(_chosen(lists, odd), table.chosen(odd), grad_scale, skip)
+
+
+def adamw_reference(*lists: Any, masters: Sequence[Tensor] | None = None, **options: Any) -> None:
+    """The same by torch's foreach ops, on every device: the yardstick for errors."""
+    given: _Lists = (*(list(tensors) for tensors in lists), list(masters or ()))  # type: ignore[assignment]
+    grad_scale, skip = options.pop("grad_scale", None), options.pop("skip", None)
+    defaults = {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
+    table = _Table.of(len(given[0]), **{**defaults, **options})
+    _check(given, table, grad_scale, skip)
+    _plain(given, table, grad_scale, skip)
+
+
+# --- options ----------------------------------------------------------------------------------------------------------
+
+
+class _Options(NamedTuple):
+    """What a tensor is stepped by."""
+
+    step: Any
+    lr: Any
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+
+
+class _Table(NamedTuple):
+    """The different options there are, and which of them is whose."""
+
+    options: list[_Options]
+    groups: list[int]
+
+    @classmethod
+    def of(cls, count: int, step: Any, lr: Any, betas: Any, eps: Any, weight_decay: Any) -> _Table:
+        given = (step, lr, betas, eps, weight_decay)
+        lengths = {name: len(one) for name, one in zip(_Options._fields, given, strict=True) if isinstance(one, list)}
+        if not lengths:
+            return cls([_Options(*given)], [0] * count)
+        contract.check_lengths(count, lengths)
+        known: dict[Any, int] = {}
+        options: list[_Options] = []
+        groups = []
+        for row in zip(*(option if isinstance(option, list) else [option] * count for option in given), strict=True):
+            key = tuple(id(option) if isinstance(option, Tensor) else option for option in row)
+            if key not in known:
+                known[key] = len(options)
+                options.append(_Options(*row))
+            groups.append(known[key])
+        return cls(options, groups)
+
+    def chosen(self, indices: Sequence[int]) -> _Table:
+        return _Table(self.options, [self.groups[index] for index in indices])
+
+
+def _chosen(lists: _Lists, indices: Sequence[int]) -> _Lists:
+    return tuple([tensors[index] for index in indices] if tensors else [] for tensors in lists)  # type: ignore[return-value]
+
+
+def _check(lists: _Lists, table: _Table, grad_scale: Any, skip: Any) -> None:
+    scalars = [("grad_scale", grad_scale), ("skip", skip)]
+    scalars += [pair for options in table.options for pair in (("step", options.step), ("lr", options.lr))]
+    for name, scalar in scalars:
+        if isinstance(scalar, Tensor):
+            contract.check_scalars({name: info(scalar)})  # type: ignore[dict-item]
+    params, grads, exp_avgs, exp_avg_sqs, masters = ([info(t) for t in tensors] for tensors in lists)
+    others: Any = {"grads": grads, "exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs}
+    steps, betas = [options.step for options in table.options], [options.betas for options in table.options]
+    contract.check(params, others, masters, steps, betas)  # type: ignore[arg-type]
+
+
+# --- one launch -------------------------------------------------------------------------------------------------------
+
+
+def _fused(lists: _Lists, table: _Table, grad_scale: Tensor | None, skip: Tensor | None) -> None:
+    like = lists[0][0]
+    if not all(isinstance(options.step, Tensor) or options.step >= 1 for options in table.options):
+        raise TypeError("a step below 1")  # for which check() has the words
+    on_device = any(isinstance(one, Tensor) for options in table.options for one in options[:2])
+    scalars = [_on(like, one) for options in table.options for one in (options.lr, options.step)] if on_device else []
+    numbers = [
+        float(number)
+        for o in table.options
+        for number in (0.0 if on_device else o.lr, *o.betas, o.eps, o.weight_decay, 1.0 if on_device else o.step)
+    ]
+    scale = None if grad_scale is None else _on(like, grad_scale)
+    skips = None if skip is None else _on(like, skip, torch.bool)
+    _step(*lists, scalars, numbers, table.groups, scale, skips, 0)
+    torch.autograd.graph.increment_version(lists[0])
+
+
+def _on(like: Tensor, scalar: Any, dtype: torch.dtype = torch.float32) -> Tensor:
+    """A scalar as a tensor on the device."""
+    if not isinstance(scalar, Tensor):
+        return torch.full((), scalar, dtype=dtype, device=like.device)
+    if scalar.dim():
+        raise TypeError("a scalar with dimensions")  # for which check() has the words
+    return scalar.detach().to(like.device, dtype, non_blocking=True)
+
+
+def _is_regular(lists: _Lists, index: int) -> bool:
+    """Whether a kernel takes a parameter: one without gaps, whose company lies in memory as it does."""
+    param, masters = lists[0][index], lists[4]
+    others = [tensors[index] for tensors in lists[1:4]] + [m for m in masters[index : index + 1] if m.numel()]
+    dense = torch.float64 not in (param.dtype, lists[1][index].dtype) and fills_memory(param)
+    return dense and param.dim() <= 8 and all(other.stride() == param.stride() for other in others)
+
+
+# --- by torch's own ops -----------------------------------------------------------------------------------------------
+
+
+def _plain(lists: _Lists, table: _Table, grad_scale: Tensor | None, skip: Tensor | None) -> None:
+    compiling = is_compiling()
     if skip is not None and not compiling and bool(skip):
         return
+    params, _, exp_avgs, exp_avg_sqs, masters = lists
     with torch.no_grad():
         # In a compiled graph copies cost nothing: old and new values meet in registers.
-        changing = [*params, *exp_avgs, *exp_avg_sqs] if skip is not None and compiling else []
+        changing = [*params, *exp_avgs, *exp_avg_sqs, *masters] if skip is not None and compiling else []
         before = [tensor.clone() for tensor in changing]
-        for batch in _batches(params, grads, exp_avgs, exp_avg_sqs):
-            _update(batch, _Scalars.of(batch[2][0], step, lr, betas, eps, weight_decay), betas, grad_scale)
+        for batch, options in _batches(lists, table):
+            _update(batch, _Scalars.of(batch[2][0], *options), options.betas, grad_scale)
         for tensor, old in zip(changing, before, strict=True):
             tensor.copy_(torch.where(skip, old, tensor))  # type: ignore[arg-type]
 
@@ -71,7 +201,7 @@ def adamw(
 class _Scalars(NamedTuple):
     """What is the same for all elements: numbers, or tensors if `step` or `lr` is one."""
 
-    keep: Any  # (1 - lr weight_decay), or None without a decay
+    decay: Any  # lr weight_decay, or None without a decay
     shift: Any  # eps sqrt(c2)
     rate: Any  # lr sqrt(c2) / c1
 
@@ -80,8 +210,7 @@ class _Scalars(NamedTuple):
         # Multiplying by sqrt(c2) above and below the fraction leaves one pass over the denominator fewer.
         step, lr = _beside(like, step), _beside(like, lr)
         root = _correction(step, betas[1]) ** 0.5
-        keep = 1 - lr * decay if decay else None
-        return cls(keep, eps * root, lr * root / _correction(step, betas[0]))
+        return cls(lr * decay if decay else None, eps * root, lr * root / _correction(step, betas[0]))
 
 
 def _beside(like: Tensor, scalar: Any) -> Any:
@@ -97,10 +226,10 @@ def _correction(step: Any, beta: float) -> Any:
     return -torch.expm1(step * (math.log(beta) if beta else -math.inf))
 
 
-def _update(batch: _Batch, scalars: _Scalars, betas: tuple[float, float], grad_scale: Tensor | None) -> None:
-    params, grads, exp_avgs, exp_avg_sqs = batch
+def _update(lists: _Lists, scalars: _Scalars, betas: tuple[float, float], grad_scale: Tensor | None) -> None:
+    params, grads, exp_avgs, exp_avg_sqs, masters = lists
     dtype = exp_avgs[0].dtype
-    wide_params = _as_dtype(params, dtype)
+    wide_params = masters or _as_dtype(params, dtype)
     wide_grads = _as_dtype(grads, dtype)
     if grad_scale is not None:
         wide_grads = list(torch._foreach_mul(wide_grads, _beside(exp_avgs[0], grad_scale)))
@@ -108,16 +237,19 @@ def _update(batch: _Batch, scalars: _Scalars, betas: tuple[float, float], grad_s
     torch._foreach_mul_(exp_avg_sqs, betas[1])
     torch._foreach_addcmul_(exp_avg_sqs, wide_grads, wide_grads, 1 - betas[1])
     del wide_grads  # a copy, if there is one, goes before the denominators come
+    # Not times 1 - decay: that number's own rounding, the same at every step, is soon the largest error of all.
+    if isinstance(scalars.decay, Tensor):
+        torch._foreach_sub_(wide_params, torch._foreach_mul(wide_params, scalars.decay))
+    elif scalars.decay is not None:
+        torch._foreach_add_(wide_params, wide_params, alpha=-scalars.decay)
     denominators = list(torch._foreach_sqrt(exp_avg_sqs))
     torch._foreach_add_(denominators, scalars.shift)
-    if scalars.keep is not None:
-        torch._foreach_mul_(wide_params, scalars.keep)
     if isinstance(scalars.rate, Tensor):  # addcdiv takes a number only
         torch._foreach_div_(denominators, -scalars.rate)
         torch._foreach_addcdiv_(wide_params, exp_avgs, denominators)
     else:
         torch._foreach_addcdiv_(wide_params, exp_avgs, denominators, -scalars.rate)
-    if params[0].dtype != dtype:
+    if wide_params is not params:
         torch._foreach_copy_(params, wide_params)
 
 
@@ -130,92 +262,69 @@ def _as_dtype(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
     return copies
 
 
-# --- lists that one kernel takes --------------------------------------------------------------------------------------
-
-
-def _batches(*lists: Sequence[Tensor]) -> list[_Batch]:
-    """Parts of the lists that share their dtypes; what does not lie in memory like its states stands alone.
+def _batches(lists: _Lists, table: _Table) -> list[tuple[_Lists, _Options]]:
+    """Parts of the lists that share options and dtypes; what does not lie in memory like its states stands alone.
 
     A foreach call with one odd tensor takes its slow route for all of them, whose roundings may be others: without this
     a tensor's bits would depend on its company.
     """
-    batches: dict[Any, _Batch] = {}
-    for index, four in enumerate(zip(*lists, strict=True)):
+    batches: dict[Any, tuple[_Lists, _Options]] = {}
+    masters = lists[4]
+    for index, (group, *four) in enumerate(zip(table.groups, *lists[:4], strict=True)):
         param, grad, exp_avg, exp_avg_sq = four
         if not param.numel():
             continue
+        master = masters[index : index + 1] if masters and masters[index].numel() else []
         strides = param.stride()
-        regular = param.is_contiguous() and grad.stride() == exp_avg.stride() == exp_avg_sq.stride() == strides
-        batch = batches.setdefault((param.dtype, grad.dtype, -1 if regular else index), ([], [], [], []))
-        for members, tensor in zip(batch, four, strict=True):
+        others = (grad, exp_avg, exp_avg_sq, *master)
+        regular = param.is_contiguous() and all(other.stride() == strides for other in others)
+        key = (group, param.dtype, grad.dtype, bool(master), -1 if regular else index)
+        batch, _ = batches.setdefault(key, (([], [], [], [], []), table.options[group]))
+        for members, tensor in zip(batch, (param, *others), strict=False):
             members.append(tensor)
     return list(batches.values())
 
 
-# --- refusals ---------------------------------------------------------------------------------------------------------
+# --- the raw op -------------------------------------------------------------------------------------------------------
 
 
-def _check(
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    exp_avgs: Sequence[Tensor],
-    exp_avg_sqs: Sequence[Tensor],
-    step: int | Tensor,
-) -> None:
-    named = {"grads": grads, "exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs}
-    if not len(params) == len(grads) == len(exp_avgs) == len(exp_avg_sqs):
-        lengths = ", ".join(f"{len(tensors)} {name}" for name, tensors in {"params": params, **named}.items())
-        raise refuse(
-            "adamw: the four lists must have one length",
-            lengths,
-            "Leave a parameter without a gradient out of all of them.",
-        )
-    if not isinstance(step, Tensor) and step < 1:
-        raise refuse("adamw: step must be 1 or more", str(step), "Count the first step as 1.")
-    _check_params(params)
-    shapes = [param.shape for param in params]
-    devices = [param.device for param in params]
-    for name, tensors in named.items():
-        for index, tensor in enumerate(tensors):
-            if tensor.shape != shapes[index] or tensor.device != devices[index]:
-                raise refuse(
-                    f"adamw: each of {name} must have its parameter's shape and device",
-                    f"{name}[{index}] {list(tensor.shape)} on {tensor.device} for a parameter "
-                    f"{list(shapes[index])} on {devices[index]}",
-                    "Keep the four lists in one order.",
-                )
-    _check_dtypes(params, named)
+def _plain_step(*given: Any) -> None:
+    lists, table, grad_scale, skip = _given(*given)
+    _plain(lists, table, grad_scale, skip)
 
 
-def _check_params(params: Sequence[Tensor]) -> None:
-    for index, param in enumerate(params):
-        if param.dtype not in _STATE_DTYPES:
-            raise refuse(
-                "adamw: a parameter must be float64, float32, bfloat16 or float16",
-                f"params[{index}] of {param.dtype}",
-                "Leave it out, or convert it.",
-            )
-        if param.device != params[0].device:
-            raise refuse(
-                "adamw: all parameters of a call must be on one device",
-                f"params[0] on {params[0].device}, params[{index}] on {param.device}",
-                "Call it once for each device.",
-            )
+def _fake_step(*given: Any) -> None:
+    """Nothing comes back; tensors of which one has no memory come here too, and are refused."""
+    _check(*_given(*given))
 
 
-def _check_dtypes(params: Sequence[Tensor], named: dict[str, Sequence[Tensor]]) -> None:
-    for index, param in enumerate(params):
-        wanted = _STATE_DTYPES[param.dtype]
-        for name in ("exp_avgs", "exp_avg_sqs"):
-            if named[name][index].dtype != wanted:
-                raise refuse(
-                    f"adamw: the states of a {param.dtype} parameter must be {wanted}",
-                    f"{name}[{index}] of {named[name][index].dtype}",
-                    "Convert the state once, before training.",
-                )
-        if named["grads"][index].dtype not in _STATE_DTYPES:
-            raise refuse(
-                "adamw: a gradient must be a real floating-point tensor",
-                f"grads[{index}] of {named['grads'][index].dtype}",
-                "Leave the parameter out.",
-            )
+def _given(
+    params: list[Tensor],
+    grads: list[Tensor],
+    exp_avgs: list[Tensor],
+    exp_avg_sqs: list[Tensor],
+    masters: list[Tensor],
+    scalars: list[Tensor],
+    numbers: list[float],
+    groups: list[int],
+    grad_scale: Tensor | None,
+    skip: Tensor | None,
+    outputs: int,
+) -> tuple[_Lists, _Table, Tensor | None, Tensor | None]:
+    """What the raw op was given, as it was before it became lists of numbers."""
+    options = []
+    for group in range(len(numbers) // 6):
+        lr, beta1, beta2, eps, decay, step = numbers[6 * group : 6 * group + 6]
+        own = scalars[2 * group : 2 * group + 2] if scalars else (lr, step)
+        options.append(_Options(own[1], own[0], (beta1, beta2), eps, decay))
+    lists = (list(params), list(grads), list(exp_avgs), list(exp_avg_sqs), list(masters))
+    return lists, _Table(options, list(groups)), grad_scale, skip
+
+
+_step = register(
+    "adamw_step(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs,"
+    " Tensor(d!)[] masters, Tensor[] scalars, float[] options, int[] groups, Tensor? grad_scale, Tensor? skip,"
+    " int outputs) -> ()",
+    _plain_step,
+    _fake_step,
+)
