@@ -10,7 +10,7 @@ from types import ModuleType
 
 __version__ = "0.1.0"
 
-_PUBLIC_MODULES = ("data", "jax", "nn", "ops", "text")
+_PUBLIC_MODULES = ("data", "jax", "nn", "ops", "optim", "text")
 
 
 def __getattr__(name: str) -> ModuleType:

@@ -126,6 +126,8 @@ def ops_used(config: ModelConfig) -> tuple[str, ...]:
     names |= {"layer_norm"} if config.norm == "layer" else set()
     names |= {"rope"} if config.positions == "rope" else {"rms_norm"} if config.qk_norm else set()
     names |= {"softmax"} if config.attention_path == "written" or config.num_experts else set()
+    names |= {"mul"} if config.num_experts else set()
+    names |= {"add"} if config.shared_expert else set()
     return tuple(sorted(names))
 
 

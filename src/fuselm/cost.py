@@ -200,7 +200,7 @@ def _saved_by_attention(config: ModelConfig, context: int, size: int) -> int:
     else:
         projected = (heads + 2 * keys) * width
         changed = (heads + keys) * width if config.positions == "rope" or config.qk_norm else 0
-        if config.qk_norm and config.positions == "rope":  # in fp32: 16 bits are copied first
+        if config.qk_norm and config.positions == "rope" and not _fused(config, "rope"):  # fp32: copies of 16 bits
             normed = (heads + keys) * width * 4 * (2 if size < 4 else 1)
     if config.attention_path == "sdpa":
         between, scores = projected + changed, 4 * heads  # values are a view; the log-sum-exp of each row of scores
@@ -216,8 +216,12 @@ def _saved_by_attention(config: ModelConfig, context: int, size: int) -> int:
 
 
 def _saved_by_feed_forward(config: ModelConfig, size: int) -> int:
-    """Bytes of a token and layer: x, both sides of the activation; a mixture has them for each visit."""
-    width, hidden = config.width, config.ffn_width * (4 if config.gated else 2)
+    """Bytes of a token and layer: x, both sides of the activation; a mixture has them for each visit.
+
+    Plain torch keeps the activated gate, too.
+    """
+    sides = (3 if _fused(config, config.activation) else 4) if config.gated else 2
+    width, hidden = config.width, config.ffn_width * sides
     if not config.num_experts:
         return (width + hidden) * size
     visit = (2 * width + hidden + 1 + (config.num_experts if config.bias else 0)) * size + 4 * 8  # sorted, and back

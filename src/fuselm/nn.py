@@ -8,6 +8,9 @@ after torch's own arguments, by name. What the op refuses (fp64, eps of 0) is re
     y, residual = norm(x, residual)
     y = fuselm.nn.LayerNorm(4096, bias=False)(x)
     loss = fuselm.nn.CrossEntropyLoss(softcap=30.0)(logits, targets)
+    x = fuselm.nn.Embedding(50304, 768, out_dtype=torch.bfloat16)(ids)
+    q, k = fuselm.nn.RotaryEmbedding(64)(q, k)
+    y = fuselm.nn.SwiGLU()(packed)
 """
 
 from __future__ import annotations
@@ -162,3 +165,142 @@ class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
     def extra_repr(self) -> str:
         own = {"z_loss": self.z_loss, "softcap": self.softcap, "inplace": self.inplace}
         return ", ".join(f"{name}={value}" for name, value in own.items() if value)
+
+
+class Embedding(torch.nn.Embedding):
+    """torch.nn.Embedding on the fused kernel: rows of the weight, and a gradient that is the same bits every time.
+
+    `out_dtype` gives the rows in another dtype than the weight's, as a model with fp32 weights and bf16 activations
+    wants them: rounded on their way, without a pass of their own. An id outside of the table is refused on a CPU; on a
+    GPU its row is NaN (see ops.embedding). No max_norm, scale_grad_by_freq or sparse gradient: for those use torch's.
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        padding_idx: int | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        sparse: bool = False,
+        _weight: Tensor | None = None,
+        _freeze: bool = False,
+        device: Any = None,
+        dtype: Any = None,
+        *,
+        out_dtype: torch.dtype | None = None,
+    ) -> None:
+        given = {"max_norm": max_norm, "scale_grad_by_freq": scale_grad_by_freq, "sparse": sparse}
+        if wanted := [name for name, value in given.items() if value]:
+            raise ValueError(
+                f"Embedding: max_norm, scale_grad_by_freq and sparse are not here; got {' and '.join(wanted)}. "
+                f"Use torch.nn.Embedding."
+            )
+        super().__init__(
+            num_embeddings, embedding_dim, padding_idx, None, norm_type, False, False, _weight, _freeze, device, dtype
+        )
+        self.out_dtype = out_dtype
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Rows for ids of any shape: [..., embedding_dim]. The row of padding_idx has no gradient."""
+        rows: Tensor = ops.embedding(input, self.weight, padding_idx=self.padding_idx, dtype=self.out_dtype)
+        return rows
+
+    def extra_repr(self) -> str:
+        return super().extra_repr() + (f", out_dtype={self.out_dtype}" if self.out_dtype else "")
+
+
+class GELU(torch.nn.GELU):
+    """torch.nn.GELU on the fused kernel, exact (erf) or approximate="tanh"."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        y: Tensor = ops.gelu(input, approximate=self.approximate)
+        return y
+
+
+class SiLU(torch.nn.SiLU):
+    """torch.nn.SiLU on the fused kernel."""
+
+    def __init__(self, inplace: bool = False) -> None:
+        if inplace:
+            raise ValueError(
+                "SiLU: the result has memory of its own, since backward needs x; got inplace=True. Leave it out."
+            )
+        super().__init__()
+
+    def forward(self, input: Tensor) -> Tensor:
+        y: Tensor = ops.silu(input)
+        return y
+
+
+class SwiGLU(torch.nn.Module):
+    """silu(gate) * up: of two tensors, or of one whose last dimension is gate and up, one half each."""
+
+    def forward(self, gate: Tensor, up: Tensor | None = None) -> Tensor:
+        y: Tensor = ops.swiglu(gate, up)
+        return y
+
+
+class RotaryEmbedding(torch.nn.Module):
+    """Turns queries and keys by the angles of their positions, in one launch.
+
+    Pair i of a head turns by position * base ** (-2 i / head_dim). Tables are fp32 and stay so in a model that is cast
+    to 16 bits: an angle of position 1000 has no bit left in bf16. They are no part of a state dict.
+
+        q, k = RotaryEmbedding(64, max_positions=2048)(q, k)      # [B, T, N, 64], [B, T, K, 64]
+    """
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(
+        self,
+        head_dim: int,
+        max_positions: int = 2048,
+        base: float = 10000.0,
+        *,
+        interleaved: bool = False,
+        device: Any = None,
+    ) -> None:
+        super().__init__()
+        if head_dim < 2 or head_dim % 2 or max_positions < 1 or not base > 0:
+            raise ValueError(
+                "RotaryEmbedding: head_dim is even and 2 or more, max_positions is 1 or more and base above 0; got "
+                f"head_dim={head_dim}, max_positions={max_positions}, base={base}. Pairs of numbers are what turns."
+            )
+        self.head_dim, self.max_positions, self.base, self.interleaved = head_dim, max_positions, base, interleaved
+        for name, table in self._tables(torch.get_default_device() if device is None else device).items():
+            self.register_buffer(name, table, persistent=False)
+
+    def _tables(self, device: Any) -> dict[str, Tensor]:
+        """cos and sin of every position's angles [S, H/2], in float64 until they are rounded."""
+        pairs = torch.arange(0, self.head_dim, 2, dtype=torch.float64, device="cpu")  # [H/2]
+        places = torch.arange(self.max_positions, dtype=torch.float64, device="cpu")  # [S]
+        angles = places[:, None] * self.base ** (-pairs / self.head_dim)  # [S, H/2]
+        return {"cos": angles.cos().float().to(device), "sin": angles.sin().float().to(device)}
+
+    def forward(
+        self, q: Tensor, k: Tensor, positions: Tensor | None = None, *, inplace: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """q [B, T, N, H] and k [B, T, K, H], turned; positions [T] or [B, T], 0 to T - 1 unless given."""
+        turned: tuple[Tensor, Tensor] = ops.rope(
+            q, k, self.cos, self.sin, positions=positions, interleaved=self.interleaved, inplace=inplace
+        )
+        return turned
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        # What .to, .half, .cuda and .to_empty go through: tables follow to another device, and keep their numbers.
+        was_meta = self.cos.is_meta
+        before = {name: getattr(self, name) for name in ("cos", "sin")}
+        super()._apply(fn, recurse)
+        if was_meta and not self.cos.is_meta:  # memory without numbers in it, that no state dict will fill
+            before = self._tables(self.cos.device)
+        for name, table in before.items():
+            if was_meta or getattr(self, name).dtype != torch.float32:
+                setattr(self, name, table.to(getattr(self, name).device))
+        return self
+
+    def extra_repr(self) -> str:
+        more = ", interleaved=True" if self.interleaved else ""
+        return f"{self.head_dim}, max_positions={self.max_positions}, base={self.base}{more}"

@@ -148,7 +148,8 @@ def test_outputs_and_gradients_are_as_exact_as_torchs(
     outputs, gradients = here.run(problem, jit=True)
     reference_outputs, reference_gradients = reference_run(op_name, case, TORCH_DEVICE[platform])
     assert_outputs(problem, outputs, reference_outputs)
-    assert_rounded_alike(outputs, reference_outputs)
+    if problem.op.rounds_alike:
+        assert_rounded_alike(outputs, reference_outputs)
     assert tuple(gradients) == problem.differentiable
     assert_gradients(problem, gradients, reference_gradients)
 

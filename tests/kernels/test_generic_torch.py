@@ -94,7 +94,8 @@ def test_outputs_are_as_exact_as_torchs(op_name: str, case: Case, device: str) -
     reference = reference_run(op_name, case, device)[0]
     assert all(output.is_contiguous() for output in outputs.values())
     assert_outputs(problem, all_numpy(outputs), reference)
-    assert_rounded_alike(all_numpy(outputs), reference)
+    if problem.op.rounds_alike:
+        assert_rounded_alike(all_numpy(outputs), reference)
 
 
 @on_each_device

@@ -95,8 +95,11 @@ def test_raw_ops_pass_opcheck(op_name: str, case: Case, device: str) -> None:
         for _ in range(2):  # an op may do the first backward of a forward otherwise than those after it
             backward(outputs, torch_cotangents(problem, device), inputs, keep=True)
     seen = {func.name().removeprefix("fuselm::") for func, _ in watched.calls}
-    assert seen >= set(torch_ops._PLAIN) & {f"{op_name}_forward", f"{op_name}_backward"}
-    assert any(name.startswith(f"{op_name}_") for name in seen)
+    # By their last word: a form of an op, as packed tensors are, may have raw ops of its own; and a backward may be
+    # the forward, turned round.
+    kinds = {name.rpartition("_")[2] for name in seen if name.startswith(f"{op_name}_")}
+    assert kinds
+    assert "forward" in kinds or f"{op_name}_forward" not in torch_ops._PLAIN
     for func, args in watched.calls:
         # Autograd sits above the raw ops, in an autograd.Function: there is no registration of it to check.
         checks = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")

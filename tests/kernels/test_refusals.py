@@ -16,8 +16,10 @@ from fuselm.kernels import spec
 from fuselm.kernels.spec import RefusedInput
 
 NUMBERS = {
+    "add": ("scale",),
     "rms_norm": ("eps", "offset"),
     "layer_norm": ("eps",),
+    "rope": ("eps",),
     "softmax": ("scale",),
     "cross_entropy": ("label_smoothing", "z_loss", "softcap"),
     "linear_cross_entropy": ("label_smoothing", "z_loss", "softcap"),

@@ -146,7 +146,8 @@ def test_a_model_takes_every_op_from_what_its_config_chooses(name: str, path: st
     expected = {"embedding", "linear_cross_entropy"} | ({"rope"} if config.positions == "rope" else set())
     expected |= {"rms_norm"} if config.norm == "rms" or config.qk_norm or config.attention == "latent" else set()
     expected |= ({"layer_norm"} if config.norm == "layer" else set()) | ({"softmax"} if path == "written" else set())
-    expected |= {"softmax"} if config.num_experts else set()  # the router's
+    expected |= {"softmax", "mul"} if config.num_experts else set()  # the router's, and its weights
+    expected |= {"add"} if config.shared_expert else set()
     # The activation was taken when the model was made.
     assert used - {config.activation} == expected
     assert set(ops_used(config)) == expected | {config.activation}

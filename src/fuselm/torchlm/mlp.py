@@ -87,7 +87,7 @@ class MoE(nn.Module):
         tokens = x.reshape(-1, x.shape[-1])  # [M, D]
         routing = route(self.router(tokens.float()), self.config.experts_per_token, self.ops)
         y = self._visit(tokens, routing).view_as(x)
-        return (y if self.shared is None else y + self.shared(x)), routing.balance
+        return (y if self.shared is None else self.ops.add(y, self.shared(x))), routing.balance
 
     def _visit(self, tokens: Tensor, routing: Routing) -> Tensor:
         k, experts = self.config.experts_per_token, self.config.num_experts
@@ -101,8 +101,9 @@ class MoE(nn.Module):
         which = sizes[order].to(rows.dtype) if self.up_bias is not None else None
         hidden = self.activation(_grouped(rows, self.up, ends, which, self.up_bias))
         out = _grouped(hidden, self.down, ends, which, self.down_bias)[back]  # [M k, D], sorted by token
-        weighted = out.view(-1, k, out.shape[-1]) * routing.weights.to(out.dtype)[..., None]
-        return weighted.sum(1)  # [M, D]
+        weighted = self.ops.mul(out.view(-1, k, out.shape[-1]), routing.weights.to(out.dtype)[..., None])  # [M, k, D]
+        y: Tensor = weighted.sum(1)  # [M, D]
+        return y
 
 
 def _grouped(x: Tensor, weight: Tensor, ends: Tensor, which: Tensor | None, bias: Tensor | None) -> Tensor:

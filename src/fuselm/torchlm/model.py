@@ -87,7 +87,7 @@ class Transformer(nn.Module):
         end = start + ids.shape[1]
         self._check_length(end)
         places = None if self.positions is None else self.positions[start:end]
-        x = self.ops.embedding(ids, self.embedding, position_weight=places).to(self.dtype)  # [B, T, D]
+        x = self.ops.embedding(ids, self.embedding, position_weight=places, dtype=self.dtype)  # [B, T, D]
         x = F.dropout(x, self.config.dropout, self.training)
         angles = None if self.positions is not None else Angles(self.cos[start:end], self.sin[start:end])
         residual: Tensor | None = None

@@ -106,6 +106,7 @@ class Trainer:
             lr=self.config.learning_rate,
             betas=self.config.betas,
             eps=self.config.eps,
+            impl=self.run.model.impl,
         )
         self.scaler = LossScaler(enabled=self.precision == "fp16")
         self.progress = Progress()
