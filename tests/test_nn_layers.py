@@ -335,7 +335,8 @@ def test_tables_follow_to_another_device_and_come_back_from_none() -> None:
         made = fuselm.nn.RotaryEmbedding(HEAD, 50)
     assert made.cos.is_meta
     assert made.half().cos.dtype == F32
-    for empty in (module, made, fuselm.nn.RotaryEmbedding(HEAD, 50, device="meta")):
+    whole = fuselm.nn.RotaryEmbedding(HEAD, 50)  # beside parameters that have no memory yet
+    for empty in (module, made, fuselm.nn.RotaryEmbedding(HEAD, 50, device="meta"), whole):
         filled = empty.to_empty(device="cpu")
         assert filled.cos.dtype == F32
         assert torch.equal(filled.cos, right[0])

@@ -160,7 +160,36 @@ def test_torchs_state_goes_into_one_with_masters_and_back() -> None:
     assert_equal(masters(optimizer, ours), expected)  # made of the parameter at its first step here
     back = torch.optim.AdamW(parameters(BF16))
     back.load_state_dict(through_a_file(optimizer.state_dict()))
-    train(back, back.param_groups[0]["params"], range(4, 5))
+    moved = back.param_groups[0]["params"]
+    train(back, moved, range(4, 9))
+    # What torch carried along while its parameters moved on is no master of theirs any more.
+    home = AdamW(moved, lr=0.0, weight_decay=0.0, master_weights=True)
+    home.load_state_dict(through_a_file(back.state_dict()))
+    for group in home.param_groups:
+        group["lr"] = group["weight_decay"] = 0.0
+    before = [param.detach().clone() for param in moved]
+    give(moved, gradients(9, BF16))
+    home.step()
+    assert_equal(moved, before)
+
+
+def test_a_group_that_wants_no_masters_any_more_drops_them() -> None:
+    params = parameters(BF16)
+    optimizer = AdamW(params, master_weights=True)
+    train(optimizer, params, range(1))
+    assert "master" in optimizer.state[params[0]]
+    optimizer.param_groups[0]["master_weights"] = False
+    train(optimizer, params, range(1, 2))
+    assert "master" not in optimizer.state[params[0]]
+
+
+def test_torchs_own_choices_are_taken_and_what_is_not_here_refused() -> None:
+    AdamW(parameters(), 1e-3, (0.9, 0.99), 1e-8, 0.01, False, foreach=True, fused=False, maximize=False)
+    for option in ("amsgrad", "maximize", "differentiable"):
+        with pytest.raises(ValueError, match=rf"This AdamW is without .*; got a group with {option}"):
+            AdamW(parameters(), **{option: True})  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"its steps on the host; got capturable=True\. For a CUDA graph record"):
+        AdamW(parameters(), capturable=True)
 
 
 def test_groups_that_do_not_say_keep_their_own_masters() -> None:

@@ -296,9 +296,8 @@ class RotaryEmbedding(torch.nn.Module):
         super()._apply(fn, recurse)
         if was_meta and not self.cos.is_meta:  # memory without numbers in it, that no state dict will fill
             before = self._tables(self.cos.device)
-        for name, table in before.items():
-            if was_meta or getattr(self, name).dtype != torch.float32:
-                setattr(self, name, table.to(getattr(self, name).device))
+        for name, table in before.items():  # whatever became of them: .to_empty leaves memory without numbers
+            setattr(self, name, table.to(getattr(self, name).device))
         return self
 
     def extra_repr(self) -> str:

@@ -35,7 +35,8 @@ class AdamW(torch.optim.Optimizer):
     `master_weights` each 16-bit parameter also has an fp32 twin, made of it at its first step and kept in the state:
     steps too small for 16 bits add up there. It is an option of a group, as the others are; whoever writes over such a
     parameter later must drop its "master". A learning rate that is a 0-dim tensor on the parameters' device can be
-    changed without a host synchronisation. `impl` is as in `ops.choose`: "torch" is for comparing.
+    changed without a host synchronisation. `impl` is as in `ops.choose`: "torch" is for comparing. `foreach` and `fused`
+    choose between torch's implementations; here all parameters are stepped at once whatever they say.
     """
 
     _compiled: Any = None  # what `compile` has made; not part of a copy or a state
@@ -49,15 +50,26 @@ class AdamW(torch.optim.Optimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.01,
+        amsgrad: bool = False,
         *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
         master_weights: bool = False,
         impl: str = "auto",
     ) -> None:
         _op(impl)  # a word that is none is refused now
         self.impl = impl
+        if capturable:
+            raise ValueError(
+                "AdamW counts its steps on the host; got capturable=True. For a CUDA graph record fuselm.ops.adamw, "
+                "with tensors for step and lr."
+            )
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         defaults |= {"master_weights": master_weights}
-        _check_options(defaults)
+        _check_options({**defaults, "amsgrad": amsgrad, "maximize": maximize, "differentiable": differentiable})
         super().__init__(params, defaults)
 
     def compile(self) -> None:
@@ -146,7 +158,9 @@ class AdamW(torch.optim.Optimizer):
             state["step"] = _step_count(0.0)
             for name in ("exp_avg", "exp_avg_sq"):
                 state[name] = torch.zeros_like(param, dtype=_state_dtype(param), memory_format=torch.preserve_format)
-        if master and "master" not in state and _state_dtype(param) != param.dtype:
+        if not master:
+            state.pop("master", None)
+        elif "master" not in state and _state_dtype(param) != param.dtype:
             state["master"] = param.detach().to(_state_dtype(param), memory_format=torch.preserve_format)
         return state
 
@@ -166,6 +180,9 @@ class AdamW(torch.optim.Optimizer):
             if dtype != param.dtype:  # torch has cast these to the parameter's dtype: take them again
                 for name in self.state.get(param, {}).keys() & {"exp_avg", "exp_avg_sq", "master"}:
                     self.state[param][name] = state_dict["state"][index][name].to(param.device, dtype, copy=True)
+                # One in 16 bits has been through torch's AdamW, which carries it along while the parameter moves on.
+                if "master" in self.state.get(param, {}) and state_dict["state"][index]["master"].dtype != dtype:
+                    del self.state[param]["master"]
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "impl": self.impl}

@@ -311,7 +311,7 @@ LEAF = np.ones((2, 3), np.float32)
         ({"master": [LEAF[0]]}, "each of masters must have its parameter's shape"),
         ({"betas": (0.9, 1.0)}, r"betas must be two numbers, 0 or more and below 1; got \(0.9, 1.0\)"),
         ({"betas": (-0.5, 0.9)}, "betas must be two numbers"),
-        ({"betas": (np.float32(0.5), 0.9)}, "beta1 must be a Python number"),
+        ({"betas": (np.float32(0.5), 0.9)}, "betas must be two numbers, 0 or more and below 1"),
         ({"eps": LEAF}, "eps must be a Python number"),
         ({"weight_decay": [0.1, 0.2]}, "weight_decay must be a pytree of params' form"),
         ({"weight_decay": [LEAF]}, "weight_decay must be a Python number"),

@@ -15,8 +15,8 @@ pieces of PIECE, the last of which has what is left over too. Pieces are added u
 more than GROUPS of them, every GROUPS-th first. (Elsewhere tokens are added up one after another.)
 
 An id outside of [0, V), or a position outside of its table: on the CPU torch refuses it. On CUDA, where to look would
-be to wait for the device, and in JAX, which has no words for a value, that row of the result is NaN and adds to no
-gradient.
+be to wait for the device, and in JAX, which has no words for a value, that row of the result is NaN and adds nothing to
+the gradient of that table.
 
 Saved for backward: ids and positions, no table. They are int32 or int64, of any shape up to MAX_RANK dimensions; the
 tables may each be fp32, fp16 or bf16. Knows numpy and no framework.

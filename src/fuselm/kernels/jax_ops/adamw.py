@@ -81,8 +81,7 @@ def adamw(
     masters = [] if state.master is None else _leaves("masters", state.master, form)
     for name, given in {"params": leaves, **others, "masters": masters}.items():
         check_are_arrays("adamw", {f"{name}[{index}]": leaf for index, leaf in enumerate(given)}, {})
-    for name, number in (("eps", eps), ("beta1", betas[0]), ("beta2", betas[1])):
-        check_number("adamw", name, number)
+    check_number("adamw", "eps", eps)
     infos = _infos(leaves)
     if wrong := [i for i, one in enumerate(infos) if one.dtype == "float64"]:
         rule = "adamw: for JAX a parameter must be float32, bfloat16 or float16"

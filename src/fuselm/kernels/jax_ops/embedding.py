@@ -43,7 +43,8 @@ def embedding(
 
     With `position_weight`, rows of it are added in fp32 before the one rounding: row t to the token at place t of ids'
     last axis, or those that `positions` say, of ids' shape or of its last axis. Gradients are sums in fp32 of a fixed
-    order. An id or a position that its table has no row for makes that row NaN and adds to no gradient.
+    order. An id or a position that its table has no row for makes that row NaN and adds nothing to that
+    table's gradient.
     """
     optional = {"position_weight": position_weight, "positions": positions}
     check_are_arrays(contract.NAME, {"ids": ids, "weight": weight}, optional)

@@ -116,7 +116,7 @@ class _Table(NamedTuple):
         options: list[_Options] = []
         groups = []
         for row in zip(*(option if isinstance(option, list) else [option] * count for option in given), strict=True):
-            key = tuple(id(option) if isinstance(option, Tensor) else option for option in row)
+            key = tuple(id(o) if isinstance(o, Tensor) else tuple(o) if isinstance(o, list) else o for o in row)
             if key not in known:
                 known[key] = len(options)
                 options.append(_Options(*row))
@@ -160,7 +160,7 @@ def _fused(lists: _Lists, table: _Table, grad_scale: Tensor | None, skip: Tensor
     scale = None if grad_scale is None else _on(like, grad_scale)
     skips = None if skip is None else _on(like, skip, torch.bool)
     _step(*lists, scalars, numbers, table.groups, scale, skips, 0)
-    torch.autograd.graph.increment_version(lists[0])
+    torch.autograd.graph.increment_version([*lists[0], *lists[2], *lists[3], *lists[4]])
 
 
 def _on(like: Tensor, scalar: Any, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -177,7 +177,12 @@ def _is_regular(lists: _Lists, index: int) -> bool:
     param, masters = lists[0][index], lists[4]
     others = [tensors[index] for tensors in lists[1:4]] + [m for m in masters[index : index + 1] if m.numel()]
     dense = torch.float64 not in (param.dtype, lists[1][index].dtype) and fills_memory(param)
-    return dense and param.dim() <= 8 and all(other.stride() == param.stride() for other in others)
+    return dense and param.dim() <= 8 and all(_strides(other) == _strides(param) for other in others)
+
+
+def _strides(tensor: Tensor) -> list[int]:
+    """Those that matter: of what has one element along a dimension the stride there says nothing."""
+    return [stride for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size != 1]
 
 
 # --- by torch's own ops -----------------------------------------------------------------------------------------------

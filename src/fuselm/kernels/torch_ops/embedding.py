@@ -48,10 +48,10 @@ def embedding(
 
     With `position_weight`, rows of it are added in fp32 before the one rounding: row t to the token at place t of ids'
     last dimension, or those that `positions` say, of ids' shape or of its last dimension. Gradients are sums in fp32 of
-    a fixed order: equal calls give equal bits. Tokens whose id is `padding_idx` add to no gradient. An id or a position
-    that its table has no row for is refused on the CPU; on CUDA, where values are not looked at, that row is NaN and
-    adds to no gradient. Inside torch.func transforms and forward-mode differentiation torch's own lookup runs, with
-    every derivative torch has.
+    a fixed order: equal calls give equal bits. Tokens whose id is `padding_idx` add nothing to weight's gradient. An id
+    or a position that its table has no row for is refused on the CPU; on CUDA, where values are not looked at, that row
+    is NaN and adds nothing to that table's gradient. Inside torch.func transforms and forward-mode differentiation
+    torch's own lookup runs, with every derivative torch has.
     """
     compiling = is_compiling()
     if not compiling and is_transformed():
