@@ -35,8 +35,8 @@ class AdamW(torch.optim.Optimizer):
     `master_weights` each 16-bit parameter also has an fp32 twin, made of it at its first step and kept in the state:
     steps too small for 16 bits add up there. It is an option of a group, as the others are; whoever writes over such a
     parameter later must drop its "master". A learning rate that is a 0-dim tensor on the parameters' device can be
-    changed without a host synchronisation. `impl` is as in `ops.choose`: "torch" is for comparing. `foreach` and `fused`
-    choose between torch's implementations; here all parameters are stepped at once whatever they say.
+    changed without a host synchronisation. `impl` is as in `ops.choose`: "torch" is for comparing. `foreach` and
+    `fused` choose between torch's implementations; here all parameters are stepped at once whatever they say.
     """
 
     _compiled: Any = None  # what `compile` has made; not part of a copy or a state
