@@ -295,3 +295,8 @@ def test_more_elements_than_32_bits_can_count_huge(cuda: str, dtype: torch.dtype
     assert float(ops.global_norm([x])) == pytest.approx(math.sqrt(size), rel=1e-7)
     del x
     torch.cuda.empty_cache()
+
+
+def test_a_parameter_without_a_gradient_is_refused_with_a_remedy() -> None:
+    with pytest.raises(RefusedInput, match=r"must be torch\.Tensors; got number 1, a NoneType\. .* is not None\]\.$"):
+        ops.global_norm([torch.ones(3), None])

@@ -29,8 +29,14 @@ def global_norm(tensors: Iterable[Tensor]) -> Tensor:
     Sums are fp32, or float64 where a tensor is; the same bits every time for the same tensors in the same order. A NaN
     or an infinity anywhere makes the norm NaN or infinite.
     """
-    given = [tensor.detach() for tensor in tensors]
+    given = list(tensors)
     for index, tensor in enumerate(given):
+        if not isinstance(tensor, Tensor):
+            remedy = "Leave out what has no gradient: [p.grad for p in params if p.grad is not None]."
+            raise refuse(
+                "global_norm: tensors must be torch.Tensors", f"number {index}, a {type(tensor).__name__}", remedy
+            )
+        given[index] = tensor.detach()
         if not tensor.is_floating_point():
             rule = "global_norm: tensors must be of a real floating-point dtype"
             raise refuse(rule, f"number {index} of {tensor.dtype}", "Leave it out, or take its torch.view_as_real.")
