@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -162,3 +163,12 @@ def test_the_readme_here_says_what_the_record_says() -> None:
     text = page.read_text(encoding="utf-8")
     recorded = merging.load(ROOT / readme.RECORD) or {}
     assert readme.replaced(text, readme.block(recorded)) == text, "run: python -m fuselm.bench.readme"
+
+
+def test_the_readme_has_the_optimizers_own_figures() -> None:
+    found = json.loads((ROOT / "gpu" / "optimizer.json").read_text(encoding="utf-8"))
+    text = (ROOT / readme.README).read_text(encoding="utf-8")
+    sentence = text[text.index("A step of AdamW over") :].partition("\n\n")[0]
+    for row in found["rows"]:
+        figure = rf"\b{row['gpu_us']:,.0f}\b"
+        assert re.search(figure, sentence), f"{row['op']} {row['case']} of {row['impl']} is another figure in README.md"

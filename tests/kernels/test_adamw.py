@@ -484,3 +484,15 @@ def test_the_op_refuses_with_a_reason_and_a_remedy_and_changes_nothing(
         assert all(bool((param == 1).all()) for param in lists[0])
     if device == "cuda":
         torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("name", ["lr", "eps", "weight_decay"])
+@pytest.mark.parametrize("wrong", [-0.1, math.nan, "large", None, True])
+def test_a_rate_below_0_or_no_number_is_refused(name: str, wrong: Any) -> None:
+    """By itself and in a list with one for each: a step uphill would go unnoticed."""
+    for given in (wrong, [0.1, wrong]):
+        lists = [[torch.ones(3), torch.ones(3)] for _ in range(4)]
+        options = {"lr": 0.1, "step": 1, name: given}
+        with pytest.raises(RefusedInput, match=rf"adamw: {name} must be a number, 0 or more.*; got .*\. Pass such"):
+            ops.adamw(*lists, **options)
+        assert all(torch.equal(tensor, torch.ones(3)) for tensors in lists for tensor in tensors)

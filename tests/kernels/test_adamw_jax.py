@@ -311,12 +311,15 @@ LEAF = np.ones((2, 3), np.float32)
         ({"master": [LEAF[0]]}, "each of masters must have its parameter's shape"),
         ({"betas": (0.9, 1.0)}, r"betas must be two numbers, 0 or more and below 1; got \(0.9, 1.0\)"),
         ({"betas": (-0.5, 0.9)}, "betas must be two numbers"),
+        ({"lr": -0.1}, "lr must be a number, 0 or more, or a 0-dim tensor; got -0.1"),
+        ({"lr": lambda step: 0.1}, "lr must be a number, 0 or more"),
+        ({"weight_decay": -1.0}, "weight_decay must be a number, 0 or more; got -1.0"),
         ({"betas": (np.float32(0.5), 0.9)}, "betas must be two numbers, 0 or more and below 1"),
         ({"eps": LEAF}, "eps must be a Python number"),
         ({"weight_decay": [0.1, 0.2]}, "weight_decay must be a pytree of params' form"),
         ({"weight_decay": [LEAF]}, "weight_decay must be a Python number"),
     ],
-    ids=range(17),
+    ids=range(20),
 )
 def test_the_op_refuses_with_a_reason_and_a_remedy(change: dict[str, Any], words: str, jax: ModuleType) -> None:
     state = fused().adamw_init([LEAF])

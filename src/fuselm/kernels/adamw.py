@@ -89,6 +89,19 @@ def check_scalars(scalars: Mapping[str, TensorInfo]) -> None:
             raise refuse(rule, f"{name} {scalar}", "Take the one element that counts, or a list with one for each.")
 
 
+def check_rates(**rates: Any) -> None:
+    """Refuse a learning rate, weight decay or eps that is below 0 or no number; tensors, which nobody reads, pass.
+
+    Asked in every call, once for each set of options: a step uphill would go unnoticed.
+    """
+    for name, rate in rates.items():
+        if hasattr(rate, "shape") and not isinstance(rate, float):
+            continue
+        if isinstance(rate, bool) or not isinstance(rate, int | float) or not rate >= 0:
+            rule = f"adamw: {name} must be a number, 0 or more" + (", or a 0-dim tensor" if name == "lr" else "")
+            raise refuse(rule, repr(rate), f"Pass such a number for {name}.")
+
+
 def _is_beta(beta: Any) -> bool:
     return isinstance(beta, int | float) and 0 <= beta < 1
 

@@ -88,6 +88,8 @@ def adamw(
         raise refuse(rule, f"params[{wrong[0]}] of float64", "Convert it.")
     contract.check(infos, {name: _infos(given) for name, given in others.items()}, _infos(masters), [], [betas])
     decays = _decays(weight_decay, form)
+    for decay in set(decays):
+        contract.check_rates(lr=lr, eps=eps, weight_decay=decay)
     wanted = [_Group(float(betas[0]), float(betas[1]), float(eps), decay) for decay in decays]
     groups = tuple(dict.fromkeys(wanted))
     whose = tuple(groups.index(group) for group in wanted)

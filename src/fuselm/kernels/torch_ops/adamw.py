@@ -110,6 +110,7 @@ class _Table(NamedTuple):
         given = (step, lr, betas, eps, weight_decay)
         lengths = {name: len(one) for name, one in zip(_Options._fields, given, strict=True) if isinstance(one, list)}
         if not lengths:
+            contract.check_rates(lr=lr, eps=eps, weight_decay=weight_decay)
             return cls([_Options(*given)], [0] * count)
         contract.check_lengths(count, lengths)
         known: dict[Any, int] = {}
@@ -120,6 +121,7 @@ class _Table(NamedTuple):
             if key not in known:
                 known[key] = len(options)
                 options.append(_Options(*row))
+                contract.check_rates(lr=row[1], eps=row[3], weight_decay=row[4])
             groups.append(known[key])
         return cls(options, groups)
 
