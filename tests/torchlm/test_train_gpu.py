@@ -145,6 +145,60 @@ def test_a_deterministic_run_again_and_resumed_has_the_same_bits(
     assert_same_state(trainer.run, runs[0])
 
 
+# --- CUDA graphs -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("precision", "model"),
+    [
+        ("bf16", {"dropout": 0.1}),
+        ("fp16", {}),
+        ("fp32", {"norm": "layer", "positions": "learned", "bias": True, "tied": True, "attention_path": "written"}),
+        ("bf16", MOE),
+        ("bf16", {**LATENT, "kv_latent": 32, "rope_head_dim": 16}),
+    ],
+    ids=["dropout", "fp16", "layer-norm", "experts", "latent"],
+)
+def test_a_graphed_run_again_and_resumed_has_the_bits_of_an_eager_one(
+    precision: str, model: dict[str, Any], data: Path, tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {"precision": precision, "deterministic": True, "micro_batch": 16}
+    eager, _ = on_gpu(tmp_path / "eager", data, model, **options)
+    eager.train()
+    graphed, _ = on_gpu(tmp_path / "graphed", data, model, cuda_graph=True, **options)
+    graphed.train()
+    assert_same_state(graphed.run, eager.run)
+    for stop in (7, None):
+        resumed, _ = on_gpu(tmp_path / "resumed", data, model, cuda_graph=True, **options)
+        if stop is None:
+            resumed.train()
+        else:
+            stop_after(resumed, stop)
+            with pytest.raises(Interrupted):
+                resumed.train()
+    assert_same_state(resumed.run, eager.run)
+
+
+def test_a_graphed_step_that_overflows_is_skipped_and_the_next_has_half_the_scale(data: Path, tmp_path: Path) -> None:
+    trainer, records = on_gpu(tmp_path / "run", data, {}, precision="fp16", cuda_graph=True)
+    trainer.scaler.scale = 2.0**24  # whatever overflows here does so once a step until it fits
+    for _ in range(20):
+        trainer.advance()
+    skips = of_kind(records, "skip")
+    assert 0 < len(skips) < 20
+    assert [record["loss_scale"] for record in skips] == [2.0 ** (24 - index) for index in range(len(skips))]
+    assert trainer.progress.updates == 20 - len(skips)
+
+
+@pytest.mark.filterwarnings("default")  # the compiler's own deprecations
+def test_a_compiled_model_can_be_recorded(data: Path, tmp_path: Path) -> None:
+    torch.compiler.reset()
+    trainer, records = on_gpu(tmp_path / "run", data, {}, precision="bf16", cuda_graph=True, compile=True)
+    trainer.train()
+    losses = [record["loss"] for record in of_kind(records, "step")]
+    assert sum(losses[-3:]) < sum(losses[:3]) - 1.5
+
+
 # --- the corpus on the GPU -------------------------------------------------------------------------------------------
 
 

@@ -71,6 +71,9 @@ def train(
     impl: Annotated[str | None, typer.Option(help="Ops: auto, fused or torch.")] = None,
     seed: Annotated[int | None, typer.Option(help="Of weights, order and dropout.")] = None,
     compiled: Annotated[bool | None, typer.Option("--compile/--no-compile", help="Use torch.compile.")] = None,
+    cuda_graph: Annotated[
+        bool | None, typer.Option("--cuda-graph/--no-cuda-graph", help="Launch a step as one CUDA graph.")
+    ] = None,
     deterministic: Annotated[
         bool | None, typer.Option("--deterministic/--no-deterministic", help="The same bits again, on a GPU too.")
     ] = None,
@@ -91,7 +94,7 @@ def train(
     changes: dict[str, Any] = {
         "steps": steps, "batch_size": batch_size, "micro_batch": micro_batch, "context": context, "seed": seed,
         "learning_rate": learning_rate, "precision": precision, "impl": impl, "compile": compiled,
-        "deterministic": deterministic,
+        "cuda_graph": cuda_graph, "deterministic": deterministic,
     }  # fmt: skip
     with told():
         _check_options(samples, log_csv)
@@ -146,10 +149,13 @@ def _tell_of_a_lost_beginning(run: Run) -> None:
 def _check_device(device: str, plan: Plan) -> None:
     """What the device cannot do is refused before the corpus is read."""
     from fuselm.ops import choose
+    from fuselm.torchlm.graph import check_device
     from fuselm.torchlm.precision import pick_device, pick_precision
 
     found = pick_device(device)
     pick_precision(plan.train.precision, found)
+    if plan.train.cuda_graph:
+        check_device(found)
     model = plan.preset.model(256, **plan.model_changes)
     choose(model.impl, model.op_impl, device=str(found))
 

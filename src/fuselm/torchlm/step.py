@@ -35,8 +35,16 @@ class Outcome(NamedTuple):
         return math.isfinite(self.loss) and math.isfinite(self.norm)
 
 
+class Sums(NamedTuple):
+    """What a batch comes to on the device, each a 0-dim fp32 tensor; the norm is of gradients times the loss scale."""
+
+    loss: Tensor
+    balance: Tensor
+    scaled_norm: Tensor
+
+
 class Found:
-    """The same on the device, on its way to the host."""
+    """An outcome on the device, on its way to the host."""
 
     def __init__(self, loss: Tensor, balance: Tensor, scaled_norm: Tensor, scale: float) -> None:
         self.loss, self.scale = loss, scale
@@ -75,17 +83,32 @@ def gradients(
     The mean over equal parts of means is the mean over all targets, so the loss is that of one big batch. The balance
     loss of experts is a product of means, and is balanced within each part.
     """
+    sums = accumulate(loss, parameters, batches, parts=parts, scale=scale, balance_weight=balance_weight)
+    return Found(*sums, scale)
+
+
+def accumulate(
+    loss: Loss,
+    parameters: Sequence[Tensor],
+    batches: Iterable[tuple[Tensor, Tensor]],
+    *,
+    parts: int,
+    scale: float | Tensor,
+    balance_weight: float,
+) -> Sums:
+    """The work of `gradients` on the device alone: nothing of it waits, so that a CUDA graph can hold it."""
     for parameter in parameters:
         parameter.grad = None
     losses, balances = [], []
+    share = scale / parts
     for inputs, targets in batches:
         value, balance = loss(inputs, targets)
         whole = value + balance_weight * balance if balance_weight else value
-        (whole * (scale / parts)).backward()
+        (whole * share).backward()
         losses.append(value.detach())
         balances.append(balance.detach())
     norm = global_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
-    return Found(torch.stack(losses).mean(), torch.stack(balances).mean(), norm, scale)
+    return Sums(torch.stack(losses).mean(), torch.stack(balances).mean(), norm)
 
 
 def update(optimizer: AdamW, found: Found, *, learning_rate: float, clip: float, limit: float = math.inf) -> None:

@@ -30,6 +30,7 @@ from fuselm.optim import AdamW, decay_groups
 from fuselm.text.tokenizer import Tokenizer
 from fuselm.torchlm.evaluate import Evaluation, evaluate
 from fuselm.torchlm.feed import Feed
+from fuselm.torchlm.graph import GraphedGradients, check_device
 from fuselm.torchlm.log import Listener
 from fuselm.torchlm.memory import pick_micro_batch
 from fuselm.torchlm.model import Transformer
@@ -95,6 +96,8 @@ class Trainer:
         checkpoint = run.load("last") if run.has_checkpoint else None
         begun_in = checkpoint.state.get("precision") if checkpoint else None  # "auto" may be another one here
         self.precision = _precision_of_run(begun_in, self.config.precision, self.device)
+        if self.config.cuda_graph:
+            check_device(self.device)
         if self.config.deterministic:
             make_deterministic()
         check_data(run.model, self.config, shards, self.tokenizer)
@@ -133,6 +136,7 @@ class Trainer:
             self.optimizer.compile()
         name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else ""
         self.peak = cost.peak(name, self.precision)
+        self._graphed: GraphedGradients | None = None
         self._stopping = False
         self._begun: float | None = None  # when it would have begun, had it never stopped
         self._since = _Since()
@@ -191,14 +195,7 @@ class Trainer:
             floor=config.floor,
             decay_share=config.decay_share,
         )
-        found = gradients(
-            self.loss,
-            self.parameters,
-            self.feed.next(self.micro_batch),
-            parts=config.batch_size // self.micro_batch,
-            scale=self.scaler.scale,
-            balance_weight=self.run.model.balance_weight if self.run.model.num_experts else 0.0,
-        )
+        found = self._gradients()
         self._settle()  # the step before: by now its numbers are there, and this step's limit depends on them
         progress.step += 1
         update(self.optimizer, found, learning_rate=rate, clip=config.clip, limit=self._limit())
@@ -206,6 +203,19 @@ class Trainer:
         if self.scaler.enabled:  # the next step's scale depends on this one
             self._settle()
         self._since.seconds += time.monotonic() - begin
+
+    def _gradients(self) -> Found:
+        """Those of the next batch, launched one by one or as a graph."""
+        batches, scale = self.feed.next(self.micro_batch), self.scaler.scale
+        fixed: dict[str, Any] = {
+            "parts": self.config.batch_size // self.micro_batch,
+            "balance_weight": self.run.model.balance_weight if self.run.model.num_experts else 0.0,
+        }
+        if not self.config.cuda_graph:
+            return gradients(self.loss, self.parameters, batches, scale=scale, **fixed)
+        if self._graphed is None:
+            self._graphed = GraphedGradients(self.loss, self.parameters, **fixed)
+        return self._graphed(batches, scale)
 
     def _limit(self) -> float:
         """The loss above which a step counts as a spike and is not made."""
@@ -425,6 +435,8 @@ def check_run(model: ModelConfig, config: TrainConfig, shards: Mapping[str, Shar
     """Everything that a Trainer would refuse, without making one: for whoever has not made the run's folder yet."""
     device = pick_device(device_name)
     precision = pick_precision(config.precision, device)
+    if config.cuda_graph:
+        check_device(device)
     check_data(model, config, shards, None)
     public_ops.choose(model.impl, model.op_impl, device=str(device))
     if config.micro_batch is None:

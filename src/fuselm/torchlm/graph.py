@@ -1,0 +1,108 @@
+"""A step's gradients as one CUDA graph: recorded at the first step, replayed from then on.
+
+A small model's step is hundreds of kernels of a few microseconds each, and the host takes longer to launch them one by
+one than the GPU to run them; a graph is one launch. Batches and the loss scale are copied to where the graph reads
+them; the gradients it writes are the parameters' own from then on. Knows a model's loss and step.py, no optimiser: the
+update stays outside, since whether and how far to step depends on numbers that the host reads meanwhile.
+
+    graphed = GraphedGradients(model.loss, parameters, parts=4)
+    found = graphed(feed.next(16), scale=scaler.scale)     # as step.gradients(...), with the same bits
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fuselm.torchlm.step import Found, Loss, Sums, accumulate
+
+# Before a recording: libraries choose kernels, make handles and take workspaces at their first calls, and a graph may
+# hold none of that.
+WARM_UPS = 3
+
+Replay = Callable[[], Any]
+
+
+def check_device(device: torch.device) -> None:
+    """Refuse what has no CUDA graphs."""
+    if device.type != "cuda":
+        raise ValueError(f"A CUDA graph is of a GPU's work; the device is {device}. Leave --cuda-graph out.")
+
+
+class GraphedGradients:
+    """`step.gradients` with everything but the batches and the scale fixed: shapes, parameters, parts, weights."""
+
+    def __init__(
+        self, loss: Loss, parameters: Sequence[Tensor], *, parts: int, balance_weight: float = 0.0
+    ) -> None:
+        self.loss, self.parameters = loss, parameters
+        self.parts, self.balance_weight = parts, balance_weight
+        self._places: list[tuple[Tensor, Tensor]] = []  # inputs and targets of each part, [rows, T]
+        self._scale = torch.ones((), device=parameters[0].device)
+        self._scale_there = 1.0
+        self._recorded: tuple[Sums, Replay] | None = None
+
+    def __call__(self, batches: Iterable[tuple[Tensor, Tensor]], scale: float = 1.0) -> Found:
+        """The gradients of these micro-batches. Those of the call before are overwritten, and its sums too."""
+        self._bring(batches)
+        if scale != self._scale_there:
+            self._scale.fill_(scale)
+            self._scale_there = scale
+        if self._recorded is None:
+            self._recorded = self._record()
+        sums, replay = self._recorded
+        replay()
+        return Found(*sums, scale)
+
+    def _bring(self, batches: Iterable[tuple[Tensor, Tensor]]) -> None:
+        if not self._places:
+            self._places = [(inputs.clone(), targets.clone()) for inputs, targets in batches]
+            return
+        for place, batch in zip(self._places, batches, strict=True):
+            for there, new in zip(place, batch, strict=True):
+                there.copy_(new)
+
+    def _work(self) -> Sums:
+        return accumulate(
+            self.loss,
+            self.parameters,
+            self._places,
+            parts=self.parts,
+            scale=self._scale,
+            balance_weight=self.balance_weight,
+        )
+
+    def _record(self) -> tuple[Sums, Replay]:
+        try:
+            return record(self._work, self.parameters)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            said = str(error).strip().partition("\n")[0]
+            raise ValueError(
+                f"A CUDA graph holds a step that never waits for the GPU; this one cannot be recorded ({said}). "
+                "Leave --cuda-graph out."
+            ) from error
+
+
+def record(work: Callable[[], Sums], parameters: Sequence[Tensor]) -> tuple[Sums, Replay]:
+    """What `work` returns, which every replay writes anew in its place, and the replay. No random number is used up."""
+    device = parameters[0].device
+    random_state = torch.cuda.get_rng_state(device)
+    # One stream for all: a parameter's gradient is accumulated on the stream that autograd first saw it on.
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        for _ in range(WARM_UPS):
+            work()
+    torch.cuda.current_stream(device).wait_stream(stream)
+    torch.cuda.set_rng_state(random_state, device)
+    for parameter in parameters:  # what the graph makes is to lie in the graph's own memory
+        parameter.grad = None
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        sums = work()
+    return sums, graph.replay

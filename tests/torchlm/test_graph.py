@@ -1,0 +1,226 @@
+"""Steps as CUDA graphs, with a host in the graph's place: what is copied where, what stays, and what is refused.
+
+That a real graph gives these bits is tests/torchlm/test_train_gpu.py's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fuselm.config import TrainConfig
+from fuselm.torchlm import graph, train
+from fuselm.torchlm.graph import GraphedGradients, record
+from fuselm.torchlm.step import Sums, gradients
+from fuselm.torchlm.train import Interrupted, Trainer, check_run
+from tests.torchlm.runs import MOE, Records, assert_same_state, begin, prepared, stop_after
+from tests.torchlm.test_step import batch, model, same_bits
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return prepared(tmp_path_factory.mktemp("data"))
+
+
+def played_by_the_host(work: Callable[[], Sums], parameters: Sequence[Tensor]) -> tuple[Sums, Callable[[], None]]:
+    """A recording as a graph keeps it: each replay writes over what the recording made, in its place."""
+    state = torch.get_rng_state()
+    sums = work()
+    torch.set_rng_state(state)
+    grads = [parameter.grad for parameter in parameters]
+
+    def replay() -> None:
+        again = work()
+        for there, new in zip(sums, again, strict=True):
+            there.copy_(new)
+        for parameter, grad in zip(parameters, grads, strict=True):
+            assert (grad is None) == (parameter.grad is None)
+            if grad is not None and parameter.grad is not None:
+                parameter.grad = grad.copy_(parameter.grad)
+
+    return sums, replay
+
+
+@pytest.fixture
+def host(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Graphs on a CPU; the list has an entry for each recording."""
+    recordings: list[int] = []
+
+    def counted(work: Callable[[], Sums], parameters: Sequence[Tensor]) -> tuple[Sums, Callable[[], None]]:
+        recordings.append(1)
+        return played_by_the_host(work, parameters)
+
+    monkeypatch.setattr(graph, "record", counted)
+    monkeypatch.setattr(train, "check_device", lambda device: None)
+    return recordings
+
+
+def trained(folder: Path, data: Path, model: dict[str, Any], **options: Any) -> tuple[Trainer, Records]:
+    trainer, records = begin(folder, data, model=model, train=options)
+    trainer.train()
+    return trainer, records
+
+
+@pytest.mark.parametrize(
+    ("model", "options"),
+    [
+        ({}, {}),
+        ({"dropout": 0.2}, {"micro_batch": 2}),
+        (MOE, {"micro_batch": 1, "clip": 0.0}),
+        ({"norm": "layer", "positions": "learned", "bias": True, "tied": True}, {}),
+    ],
+    ids=["plain", "parts-and-dropout", "experts", "learned-and-tied"],
+)
+def test_a_graphed_run_is_the_eager_run_to_the_bit(
+    model: dict[str, Any], options: dict[str, Any], data: Path, tmp_path: Path, host: list[int]
+) -> None:
+    eager, told = trained(tmp_path / "eager", data, model, **options)
+    graphed, also_told = trained(tmp_path / "graphed", data, model, cuda_graph=True, **options)
+    assert host == [1]
+    assert_same_state(graphed.run, eager.run)
+    losses = [[record["loss"] for record in records if "loss" in record] for records in (told, also_told)]
+    assert losses[0] == losses[1]
+
+
+def test_a_graphed_run_that_was_stopped_goes_on_to_the_same_bits(data: Path, tmp_path: Path, host: list[int]) -> None:
+    whole, _ = trained(tmp_path / "whole", data, {"dropout": 0.2}, cuda_graph=True)
+    first, _ = begin(tmp_path / "parts", data, model={"dropout": 0.2}, train={"cuda_graph": True})
+    stop_after(first, 5)
+    with pytest.raises(Interrupted):
+        first.train()
+    second, _ = trained(tmp_path / "parts", data, {"dropout": 0.2}, cuda_graph=True)
+    assert len(host) == 3
+    assert_same_state(second.run, whole.run)
+
+
+def test_a_step_that_must_not_be_made_leaves_no_trace_with_graphs_either(
+    data: Path, tmp_path: Path, host: list[int]
+) -> None:
+    trainer, records = begin(tmp_path / "run", data, train={"cuda_graph": True})
+    for _ in range(2):
+        trainer.advance()
+    before = [parameter.detach().clone() for parameter in trainer.parameters]
+    with torch.no_grad():  # a NaN that is there for one step
+        weight = trainer.model.norm.weight
+        kept, weight[0] = weight[0].clone(), float("nan")
+    trainer.advance()
+    trainer._settle()
+    with torch.no_grad():
+        weight[0] = kept
+    assert same_bits([parameter.detach() for parameter in trainer.parameters], before)
+    assert [record["kind"] for record in records] == ["skip"]
+    trainer.advance()
+    trainer._settle()
+    assert (trainer.progress.updates, host) == (3, [1])
+
+
+def parts_of(rows: int) -> Iterator[tuple[Tensor, Tensor]]:
+    inputs, targets = batch()
+    return zip(inputs.split(rows), targets.split(rows), strict=True)
+
+
+def test_each_call_has_its_own_batch_and_its_own_scale(host: list[int]) -> None:
+    ours, theirs = model(), model()
+    graphed = GraphedGradients(ours.loss, list(ours.parameters()), parts=2)
+    other = [(inputs.flip(0), targets.flip(1)) for inputs, targets in parts_of(2)]
+    for batches, scale in ((list(parts_of(2)), 1.0), (other, 4096.0), (list(parts_of(2)), 64.0)):
+        found = graphed(batches, scale)
+        expected = gradients(theirs.loss, list(theirs.parameters()), batches, parts=2, scale=scale)
+        assert found.outcome() == expected.outcome()
+        grads = [[p.grad for p in one.parameters() if p.grad is not None] for one in (ours, theirs)]
+        assert same_bits(*grads)
+        assert not bool(found.is_bad(10.0))
+    assert host == [1]
+
+
+def test_another_number_of_parts_is_no_step_of_this_graph(host: list[int]) -> None:
+    one = model()
+    graphed = GraphedGradients(one.loss, list(one.parameters()), parts=2)
+    graphed(parts_of(2))
+    with pytest.raises(ValueError, match="zip"):
+        graphed(parts_of(1))
+
+
+# --- refusals --------------------------------------------------------------------------------------------------------
+
+
+def test_a_cpu_has_no_graphs_and_that_is_said_before_anything_is_made(data: Path, tmp_path: Path) -> None:
+    words = r"A CUDA graph is of a GPU's work; the device is cpu. Leave --cuda-graph out."
+    with pytest.raises(ValueError, match=words):
+        begin(tmp_path / "run", data, train={"cuda_graph": True})
+    trainer, _ = begin(tmp_path / "eager", data)
+    with pytest.raises(ValueError, match=words):
+        check_run(trainer.run.model, TrainConfig(cuda_graph=True), trainer.shards, "cpu")
+
+
+def test_a_step_that_waits_for_the_gpu_is_refused_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(work: Any, parameters: Any) -> Any:
+        raise RuntimeError("CUDA error: operation not permitted when stream is capturing\nmore of it")
+
+    monkeypatch.setattr(graph, "record", fails)
+    one = model()
+    with pytest.raises(ValueError, match=r"cannot be recorded \(CUDA error: operation .* capturing\)\. Leave"):
+        GraphedGradients(one.loss, list(one.parameters()), parts=2)(parts_of(2))
+
+
+def test_too_little_memory_is_told_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(work: Any, parameters: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(graph, "record", fails)
+    one = model()
+    with pytest.raises(torch.OutOfMemoryError):
+        GraphedGradients(one.loss, list(one.parameters()), parts=2)(parts_of(2))
+
+
+# --- recording -------------------------------------------------------------------------------------------------------
+
+
+def test_what_warms_up_uses_no_random_number_and_leaves_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The order of things around a recording, each of torch's parts saying that it was called."""
+    said: list[str] = []
+    parameter = torch.ones(2, requires_grad=True)
+
+    class Stream:
+        def __init__(self, device: Any = None) -> None:
+            pass
+
+        def wait_stream(self, other: Any) -> None:
+            said.append("wait")
+
+    class Graph:
+        def replay(self) -> None:
+            said.append("replay")
+
+    @contextlib.contextmanager
+    def recording(one: Graph, stream: Stream) -> Iterator[None]:
+        said.append("recording")
+        yield
+        said.append("recorded")
+
+    def work() -> Sums:
+        said.append("work" if parameter.grad is None else "work over a gradient")
+        parameter.grad = torch.ones(2)
+        return Sums(*torch.zeros(3))
+
+    for name, fake in {
+        "Stream": Stream,
+        "current_stream": Stream,
+        "stream": lambda stream: contextlib.nullcontext(),
+        "CUDAGraph": Graph,
+        "graph": recording,
+        "get_rng_state": lambda device: "as it was",
+        "set_rng_state": lambda state, device: said.append(f"random numbers {state}"),
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    _, replay = record(work, [parameter])
+    replay()
+    warm = ["work", *["work over a gradient"] * (graph.WARM_UPS - 1)]
+    expected = ["wait", *warm, "wait", "random numbers as it was", "recording", "work", "recorded", "replay"]
+    assert said == expected
