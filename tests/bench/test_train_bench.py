@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from fuselm.bench import readme
+from fuselm.bench import learning, readme, readme_training
 from fuselm.bench import train as bench
+from fuselm.bench.learning import Plan
 from fuselm.bench.plain_model import PlainModel
-from fuselm.config import PRESETS, ModelConfig
-from fuselm.torchlm import train as training
+from fuselm.config import ModelConfig
 from fuselm.torchlm.model import Transformer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -22,77 +22,107 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_yardstick_computes_what_our_model_computes(tied: bool) -> None:
     config = ModelConfig(vocab_size=50, context=12, num_layers=2, width=16, num_heads=2, ffn_width=24, tied=tied)
-    ours, plain = Transformer(config, seed=3), PlainModel(config)
-    weights = dict(ours.named_parameters())
-    with torch.no_grad():
-        plain.embedding.weight.copy_(weights["embedding"])
-        plain.head.weight.copy_(ours.head_weight)
-        for index, block in enumerate(plain.blocks):
-            layer = f"layers.{index}."
-            block.qkv.weight.copy_(weights[layer + "attention.qkv.weight"])
-            block.out.weight.copy_(weights[layer + "attention.out.weight"])
-            gate, up = weights[layer + "mlp.up.weight"].chunk(2)
-            block.gate.weight.copy_(gate)
-            block.up.weight.copy_(up)
-            block.down.weight.copy_(weights[layer + "mlp.down.weight"])
+    ours = Transformer(config, seed=3)
+    plain = PlainModel.like(ours)
     ids = torch.randint(0, 50, (3, 13), generator=torch.Generator().manual_seed(1))
     inputs, targets = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
     torch.testing.assert_close(plain(inputs, targets), ours.loss(inputs, targets)[0], rtol=1e-5, atol=1e-6)
     assert sum(p.numel() for p in plain.parameters()) == sum(p.numel() for p in ours.parameters())
 
 
-@pytest.fixture
-def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The bench with a preset that a CPU can train."""
-    preset = PRESETS["tinystories"]
-    small = {"width": 32, "num_heads": 4, "ffn_width": 64, "num_layers": 1, "context": 16}
-    changes: dict[str, Any] = {"tokens": 300, "shape": {**preset.shape, **small}}
-    monkeypatch.setitem(
-        PRESETS,
-        "tinystories",
-        type(preset)(**{**vars(preset), **changes, "training": {**preset.training, "batch_size": 4}}),
-    )
-    monkeypatch.setattr(training, "pick_device", lambda name: torch.device("cpu"))
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 3 << 30)
-    monkeypatch.setattr(bench, "STEPS", {"tinystories": 2})
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [({"norm": "layer"}, "norm layer"), ({"num_kv_heads": 1}, "kv_heads 1"), ({"dropout": 0.1}, "dropout 0.1")],
+)
+def test_a_model_that_the_yardstick_is_not_is_refused(change: dict[str, Any], says: str) -> None:
+    config = ModelConfig(vocab_size=50, context=12, num_layers=1, width=16, num_heads=2, ffn_width=24, **change)
+    with pytest.raises(ValueError, match=says):
+        PlainModel.like(Transformer(config))
 
 
-@pytest.mark.usefixtures("on_cpu")
-def test_a_row_is_of_the_trainer_itself(tmp_path: Path) -> None:
-    row = bench.our_row("tinystories", "eager", tmp_path)
-    assert row["tokens_per_step"] == 64
-    assert row["peak_memory_gib"] == 3.0
-    assert row["tokens_per_second"] == pytest.approx(64e3 / row["step_ms"], rel=0.01)
+# --- measuring -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("on_cpu")
-def test_a_curve_is_of_the_stories_and_falls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench, "CURVE_STEPS", 30)
-    monkeypatch.setattr(bench, "STORY_BYTES", 20_000)
-    found = {
-        (impl, seed): bench.losses("tinystories", impl, seed, tmp_path / f"{impl}{seed}")
-        for impl, seed in bench.LEARNERS
-    }
-    first = found["torch", 0]
-    assert len(first) == 3
-    assert first[0] > first[1] > first[2]
-    assert found["auto", 0] == pytest.approx(first, rel=1e-4)
-    assert found["torch", 1] != first
+PLAN = Plan(("tinystories",), device="cpu", small=True, corpus_mb=0.05, steps=20)
 
 
-@pytest.mark.usefixtures("on_cpu")
 def test_the_digest_after_resuming_is_that_of_a_whole_run(tmp_path: Path) -> None:
-    whole = bench.weights_after(tmp_path / "whole", 4)
-    half = bench.weights_after(tmp_path / "parts", 2)
-    assert bench.weights_after(tmp_path / "parts", 4) == whole != half
+    task = PLAN.task("tinystories", learning.prepared(PLAN, 512, tmp_path))
+    whole = bench.weights_after(task, tmp_path / "whole", 4)
+    half = bench.weights_after(task, tmp_path / "parts", 2)
+    assert bench.weights_after(task, tmp_path / "parts", 4) == whole != half
     torch.use_deterministic_algorithms(False)
 
 
+def test_a_run_is_made_whole_and_again_and_in_two_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, str]] = []
+
+    def child(flag: str, task: str, folder: str, steps: str) -> dict[str, Any]:
+        assert (flag, json.loads(task)["steps"]) == ("--weights-after", bench.CHECK_STEPS)
+        asked.append((Path(folder).name, steps))
+        return {"sha256": f"after {steps}" + " but not so" * (asked[-1][0] == "again")}
+
+    monkeypatch.setattr(bench, "_child", child)
+    found = bench.resume_check(PLAN, tmp_path)
+    assert asked == [("whole", "40"), ("again", "40"), ("resumed", "20"), ("resumed", "40")]
+    assert (found["again_equal"], found["resumed_equal"]) == (False, True)
+
+
+def test_rows_are_kept_one_by_one_and_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out, asked = tmp_path / "train.json", []
+
+    def child(learner: str, task: Any, on_made: Any) -> dict[str, Any]:
+        asked.append((task.preset, learner))
+        if learner == "fused-deterministic":
+            raise learning.LearnerFailed("lost")
+        return {"preset": task.preset, "learner": learner, "step_ms": len(asked), "losses": [4.0] * 20}
+
+    monkeypatch.setattr(bench, "PRESETS", ("tinystories",))
+    monkeypatch.setattr(bench.learning, "child", child)
+    monkeypatch.setattr(bench.learning, "prepared", lambda plan, tokens, scratch: scratch)
+    monkeypatch.setattr(bench.machine, "describe", lambda device: {"date": "2026-01-02"})
+    monkeypatch.setattr(bench.machine, "today", lambda: "2026-01-02")
+    old = {"preset": "tinystories", "learner": "fused-deterministic", "step_ms": 7, "date": "2026-01-01"}
+    kept = {"speed": [old], "curves": "of another time", "resume": "as it was", "measured": {"resume": "2026-01-01"}}
+    out.write_text(json.dumps(kept))
+    bench.main(["--out", str(out), "--part", "speed"])
+    bench.main(["--out", str(out), "--part", "speed", "--only", "tinystories plain"])
+    found = json.loads(out.read_text())
+    assert (found["resume"], "curves" in found) == ("as it was", False)
+    assert found["measured"] == {"resume": "2026-01-01", "speed": "2026-01-02"}
+    learners = ("torch", "nudged", *learning.PLAIN[:1], *learning.PLAIN[2:])
+    assert asked == [*(("tinystories", name) for name in learners), ("tinystories", "plain-compile")]
+    assert [(row["learner"], row["step_ms"], row["date"]) for row in found["speed"]] == [
+        ("torch", 1, "2026-01-02"),
+        ("nudged", 2, "2026-01-02"),
+        ("plain-compile", 9, "2026-01-02"),
+        *((name, place, "2026-01-02") for place, name in enumerate(learners[3:-1], 4)),
+        ("fused-deterministic", 7, "2026-01-01"),
+    ]
+    assert found["speed"][0]["curve"] == [4.0, 4.0]
+    assert "losses" not in found["speed"][0]
+
+
+@pytest.mark.parametrize(
+    "asked", [["--part", "speed", "--only", "tinystorys"], ["--part", "resume", "--only", "torch"]]
+)
+def test_rows_that_are_not_there_are_refused(asked: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        bench.main(asked)
+    told = capsys.readouterr().err
+    assert f"got {asked[-1]!r}" in told
+    assert "gpt-124m fused-compile" in told
+
+
+# --- what the README says --------------------------------------------------------------------------------------------
+
+
 def a_record() -> dict[str, Any]:
-    def row(model: str, mode: str, speed: int) -> dict[str, Any]:
+    """As it was written before rows had curves."""
+
+    def row(learner: str, speed: int) -> dict[str, Any]:
         facts = {"preset": "tinystories", "tokens_per_step": 65536, "first_step_s": 1.41, "peak_memory_gib": 6.21}
-        return {**facts, "model": model, "mode": mode, "tokens_per_second": speed}
+        return {**facts, "learner": learner, "tokens_per_second": speed}
 
     run = {"name": "tinylm", "command": "fuselm train --preset tinylm", "best_loss": 1.44261, "best_step": 2100}
     return {
@@ -101,10 +131,10 @@ def a_record() -> dict[str, Any]:
         "measured": dict.fromkeys(bench.PARTS, "2026-01-01"),
         "versions": {"torch": "2.11.0", "cuda": "13.0"},
         "speed": [
-            row("plain", "compile", 3_012_670),
-            row("ours", "eager", 1_600_000),
-            row("ours", "compile", 3_064_741),
-            row("ours", "eager deterministic", 1_200_000),
+            row("plain-compile", 3_012_670),
+            row("fused", 1_600_000),
+            row("fused-compile", 3_064_741),
+            row("fused-deterministic", 1_200_000),
         ],
         "curves": [
             {"preset": "tinystories", "impl": impl, "seed": seed, "every": 10, "losses": losses}
@@ -119,51 +149,13 @@ def a_record() -> dict[str, Any]:
     }
 
 
-def test_rows_are_kept_one_by_one_and_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    out, asked = tmp_path / "train.json", []
-
-    def child(*arguments: str) -> dict[str, Any]:
-        asked.append(arguments)
-        if arguments[1:] == ("gpt-124m", "ours", "compile"):
-            raise RuntimeError("lost")
-        return {"tokens_per_second": len(asked)}
-
-    monkeypatch.setattr(bench, "_child", child)
-    monkeypatch.setattr(bench.machine, "describe", lambda device: {"date": "2026-01-02"})
-    monkeypatch.setattr(bench.machine, "today", lambda: "2026-01-02")
-    old = {"preset": "gpt-124m", "model": "ours", "mode": "compile", "tokens_per_second": 7, "date": "2026-01-01"}
-    out.write_text(json.dumps({"speed": [old], "resume": "as it was", "measured": {"resume": "2026-01-01"}}))
-    with pytest.raises(RuntimeError, match="lost"):
-        bench.main(["--out", str(out), "--part", "speed"])
-    bench.main(["--out", str(out), "--part", "speed", "--only", "tinystories plain"])
-    found = json.loads(out.read_text())
-    assert found["resume"] == "as it was"
-    assert found["measured"] == {"resume": "2026-01-01", "speed": "2026-01-02"}
-    assert [(row["preset"], row["mode"], row["tokens_per_second"], row["date"]) for row in found["speed"]] == [
-        ("tinystories", "compile", 9, "2026-01-02"),
-        *(("tinystories", mode, place, "2026-01-02") for place, (_, mode) in enumerate(bench.ROWS[1:], 2)),
-        ("gpt-124m", "compile", 6, "2026-01-02"),
-        ("gpt-124m", "eager", 7, "2026-01-02"),
-        ("gpt-124m", "compile", 7, "2026-01-01"),
-    ]
-
-
-@pytest.mark.parametrize("asked", [["--part", "speed", "--only", "tinystorys"], ["--part", "curves", "--only", "ours"]])
-def test_rows_that_are_not_there_are_refused(asked: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        bench.main(asked)
-    told = capsys.readouterr().err
-    assert f"got {asked[-1]!r}" in told
-    assert "gpt-124m ours compile" in told
-
-
 def test_what_is_of_another_day_says_so() -> None:
     record = a_record()
     record["measured"] |= {"resume": "2025-12-30", "runs": "2025-12-29"}
     record["speed"][2]["date"], record["speed"][1]["date"] = "2025-12-31", record["date"]
     text = readme.training_block(record)
     assert "| fuselm, `--compile` (2025-12-31) | 3.065 M" in text
-    assert "| fuselm, eager | 1.600 M" in text
+    assert "| fuselm | 1.600 M" in text
     assert "weights and averages (2025-12-30). Its" in text
     assert "| command (2025-12-29) |" in text
 
@@ -178,10 +170,42 @@ def test_the_table_says_what_was_measured() -> None:
     assert "at most 0.0015 (tinystories, which goes from 5.00 to 2.00; another seed 0.0985) from" in text
 
 
-def test_a_record_whose_curves_are_yet_to_come_says_nothing_of_them() -> None:
+def a_record_with_curves() -> dict[str, Any]:
     record = a_record()
     del record["curves"]
-    assert "running mean" not in readme.training_block(record)
+    learnt = {"precision": "fp16", "mfu": 0.4123, "preset": "moe-60m"}
+    curves = {"torch": [3.0, 2.0], "nudged": [3.01, 2.01], "fused": [3.02, 1.98], "fused-compile": [3.1, 2.1]}
+    rows = {row["learner"]: row for row in record["speed"]}
+    record["speed"] = [
+        {**rows.get(name, rows["fused"]), **learnt, "learner": name, "curve": curve} for name, curve in curves.items()
+    ]
+    return record
+
+
+def test_rows_with_curves_say_how_far_they_are_apart() -> None:
+    text = readme.training_block(a_record_with_curves())
+    assert "| tokens/s | first step | peak memory | MFU | loss apart |" in text
+    line = "| moe-60m, fp16 | 65,536 | {} M | 1.4 s | 6.2 GiB | 41.2% | {} |"
+    assert line.format("torch's ops | 1.600", "") in text
+    assert line.format("fuselm | 1.600", "0.0200 (noise 0.0100)") in text
+    assert line.format("fuselm, `--compile` | 3.065", "0.1000 (noise 0.0100) differs") in text
+    assert "nudged |" not in text
+    assert readme_training.APART_WORDS in text
+
+
+def test_rows_of_before_stay_beside_newer_ones() -> None:
+    record = a_record_with_curves()
+    record["speed"] += a_record()["speed"]
+    text = readme.training_block(record)
+    assert "| tinystories | 65,536 | fuselm | 1.600 M | 1.4 s | 6.2 GiB |  |  |" in text
+
+
+def test_a_record_without_curves_says_nothing_of_them() -> None:
+    record = a_record()
+    del record["curves"]
+    text = readme.training_block(record)
+    assert "running mean" not in text
+    assert "MFU" not in text
 
 
 def test_a_resumed_run_that_differs_is_not_passed_over() -> None:
@@ -192,18 +216,12 @@ def test_a_resumed_run_that_differs_is_not_passed_over() -> None:
 
 def test_the_record_here_has_what_is_promised() -> None:
     record = json.loads((ROOT / "gpu" / "train.json").read_text(encoding="utf-8"))
-    speed = {(row["preset"], row["model"], row["mode"]): row for row in record["speed"]}
-    for preset in bench.PRESETS:
-        plain, ours = speed[preset, "plain", "compile"], speed[preset, "ours", "compile"]
+    speed = {(row["preset"], row["learner"]): row for row in record["speed"]}
+    for preset in ("tinystories", "gpt-124m"):
+        plain, ours = speed[preset, "plain-compile"], speed[preset, "fused-compile"]
         assert ours["tokens_per_second"] >= plain["tokens_per_second"]
-        assert speed[preset, "ours", "eager"]["first_step_s"] < 5
-    curves = {(row["preset"], row["impl"], row["seed"]): row["losses"] for row in record["curves"]}
-    for preset in bench.PRESETS:
-        torchs = curves[preset, "torch", 0]
-        assert len(torchs) * bench.CURVE_EVERY == bench.CURVE_STEPS
-        assert readme._farthest(curves[preset, "auto", 0], torchs) < readme._farthest(
-            curves[preset, "torch", 1], torchs
-        )
+        assert speed[preset, "fused"]["first_step_s"] < 5
+    assert not learning.fused_disagrees(learning.judged(record["speed"]))
     assert record["resume"]["again_equal"]
     assert record["resume"]["resumed_equal"]
     assert {run["name"]: run["best_loss"] for run in record["runs"]}["tinylm"] <= 1.47

@@ -53,6 +53,20 @@ def _rms_norm(case: Case, inputs: Inputs) -> Op:
     return lambda x, weight, residual, **_: added.apply(x, residual, weight, *settings)
 
 
+def model_norm() -> Op:
+    """Its RMSNorm as a model of ours calls one: with a residual it gives the sum as well."""
+    plain = _function("rms_norm", "LigerRMSNormFunction")
+    added = _function("fused_add_rms_norm", "LigerFusedAddRMSNormFunction")
+    settings = (0.0, "gemma")  # no offset, and rounded once, as ours
+
+    def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Any:
+        if residual is None:
+            return plain.apply(x, weight, eps, *settings)
+        return added.apply(x, residual, weight, eps, *settings)
+
+    return rms_norm
+
+
 def _layer_norm(case: Case, inputs: Inputs) -> Op:
     if set(case.tensors) != {"weight", "bias"}:
         raise CannotDo("it has a weight and a bias always, and a residual never")

@@ -12,7 +12,7 @@ import importlib.metadata
 import platform
 import re
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from fuselm.kernels import toolchain
 
 # Distribution names of what a figure may depend on, under the name they get in a record.
 PACKAGES = {"torch": "torch", "jax": "jax", "triton": "triton", "liger": "liger_kernel", "quack": "quack_kernels"}
+PEER_TITLES = {"liger": "Liger", "quack": "QuACK"}
 
 
 def describe(device: str) -> dict[str, Any]:
@@ -32,6 +33,14 @@ def describe(device: str) -> dict[str, Any]:
         "date": today(),
         "commit": commit(),
     }
+
+
+def sentence(record: Mapping[str, Any]) -> str:
+    """A header as a reader wants it: NVIDIA H200, torch 2.11.0+cu130, CUDA 13.0, Liger 0.8.5, 2026-11-16."""
+    found = record["versions"]
+    parts = [f"torch {found.get('torch', '?')}", f"CUDA {found.get('cuda', '?')}"]
+    parts += [f"{title} {found[name]}" for name, title in PEER_TITLES.items() if name in found]
+    return f"{record['gpu']}, {', '.join(parts)}, {record['date']}"
 
 
 def today() -> str:

@@ -1,16 +1,22 @@
-"""The yardstick for training speed: a transformer as most people write it, plain PyTorch and nothing of fuselm.
+"""The yardstick for training speed: a transformer as most people write it, plain PyTorch and no op of fuselm.
 
 bf16 autocast, torch.nn modules, SDPA as torch picks it, torch's fused AdamW; meant to be run under torch.compile. Same
 shapes as a ModelConfig with RMSNorm, RoPE and SwiGLU, so that a step of one is the work of a step of the other.
+
+    plain = PlainModel.like(model)                     # with the weights of a Transformer
+    loss = plain(ids, targets)
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fuselm.config import ModelConfig
+from fuselm.torchlm.model import Transformer
 
 
 class PlainBlock(nn.Module):
@@ -56,12 +62,47 @@ class PlainModel(nn.Module):
         self.register_buffer("cos", angles.cos(), persistent=False)
         self.register_buffer("sin", angles.sin(), persistent=False)
 
+    @classmethod
+    @torch.no_grad()
+    def like(cls, ours: Transformer) -> PlainModel:
+        """The plain counterpart of a model, with its weights; refused where it would be another model."""
+        config = ours.config
+        if reason := unlike(config):
+            raise ValueError(f"PlainModel has RMSNorm, RoPE, SwiGLU and heads of their own; got a model with {reason}.")
+        plain = cls(config)
+        plain.embedding.weight.copy_(ours.embedding)
+        plain.head.weight.copy_(ours.head_weight)
+        plain.norm.weight.copy_(ours.norm.weight)
+        for block, other in zip(plain.blocks, ours.layers, strict=True):
+            _copy_block(block, other)
+        return plain
+
     def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
         x = self.embedding(ids)
         for block in self.blocks:
             x = block(x, self.cos, self.sin)
         logits = self.head(self.norm(x))
         return F.cross_entropy(logits.view(-1, logits.shape[-1]).float(), targets.view(-1))
+
+
+def unlike(config: ModelConfig) -> str:
+    """What a config has that the plain model has not; empty where they are the same model."""
+    same = {"norm": "rms", "positions": "rope", "attention": "heads", "activation": "swiglu", "qk_norm": False}
+    same |= {"num_experts": 0, "bias": False, "softcap": None, "dropout": 0.0, "kv_heads": config.num_heads}
+    same |= {"head_width": config.width // config.num_heads}
+    found = [f"{name} {getattr(config, name)}" for name, value in same.items() if getattr(config, name) != value]
+    return ", ".join(found)
+
+
+def _copy_block(plain: Any, ours: Any) -> None:
+    gate, up = ours.mlp.up.weight.chunk(2)
+    pairs = [
+        (plain.norm1, ours.attention_norm.weight), (plain.norm2, ours.mlp_norm.weight),
+        (plain.qkv, ours.attention.qkv.weight), (plain.out, ours.attention.out.weight),
+        (plain.gate, gate), (plain.up, up), (plain.down, ours.mlp.down.weight),
+    ]  # fmt: skip
+    for module, weight in pairs:
+        module.weight.copy_(weight)
 
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

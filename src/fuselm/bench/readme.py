@@ -17,15 +17,16 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fuselm.bench import merging
+from fuselm.bench import machine, merging
 from fuselm.bench.peers import FLOORS, NAMES
 from fuselm.bench.promises import Finding, findings
+from fuselm.bench.readme_training import TRAINING_BEGIN, TRAINING_END, training_block
 from fuselm.bench.report import LARGE_BYTES, Row, ops_of_arithmetic, shape_text
 from fuselm.files import write_whole
 
 BEGIN, END = "<!-- roofline:begin -->", "<!-- roofline:end -->"
 RECORD, PICTURE, README = Path("gpu/h200.json"), Path("gpu/roofline.png"), Path("README.md")
-TRAINING, TRAINING_BEGIN, TRAINING_END = Path("gpu/train.json"), "<!-- training:begin -->", "<!-- training:end -->"
+TRAINING = Path("gpu/train.json")
 TITLES = {
     "fused": "fuselm",
     "torch": "torch",
@@ -49,9 +50,9 @@ def block(record: Mapping[str, Any]) -> str:
     return "\n".join(
         [
             BEGIN,
-            f"Microseconds and, in brackets, percent of the speed of a plain copy that moves the same bytes, "
-            f"{_machine(record)}. L2-cold medians; the copy and every peer are measured in the same run; the fastest "
-            f"of a row is bold. This table shows of each op cases that move {LARGE_BYTES >> 20} MiB or more, "
+            "Microseconds and, in brackets, percent of the speed of a plain copy that moves the same bytes, "
+            f"{machine.sentence(record)}. L2-cold medians; the copy and every peer are measured in the same run; the "
+            f"fastest of a row is bold. This table shows of each op cases that move {LARGE_BYTES >> 20} MiB or more, "
             f"{MOST_CASES} at most, of every kind first; all {len(groups)} cases and passes are in "
             f"{RECORD.as_posix()}.",
             "",
@@ -87,101 +88,12 @@ def _by(op: str, missed: Sequence[Finding]) -> str:
     return "not measured" if worst is None else f"by {worst - 1:.1%} at worst"
 
 
-def training_block(record: Mapping[str, Any]) -> str:
-    """The same for training: speed beside plain PyTorch, a resumed run, and runs from beginning to end."""
-    resume, slower = record["resume"], _deterministic_cost(record["speed"])
-    when = _on_another_day(record, "resume")
-    equal = "are" if resume["again_equal"] and resume["resumed_equal"] else "are NOT"
-    return "\n".join(
-        [
-            TRAINING_BEGIN,
-            f"{_machine(record)}, bf16; each row in a process of its own, the first step from building the model on "
-            "(kernels built before), memory as torch's peak.",
-            "",
-            "| preset | tokens a step | model | tokens/s | first step | peak memory |",
-            "|---|---:|---|---:|---:|---:|",
-            *(_speed_line(row, record["date"]) for row in record["speed"]),
-            "",
-            f"With `--deterministic`, {resume['steps']} steps run twice, and stopped half-way and resumed in another "
-            f"process, {equal} the same to the bit in weights and averages{when}. "
-            f"Its speed is {slower} of an eager run's.",
-            "",
-            *((_curves_line(record["curves"]), "") if "curves" in record else ()),  # a part that may yet be to come
-            f"| command{_on_another_day(record, 'runs')} | best validation loss | at step | seconds of training "
-            "| whole command |",
-            "|---|---:|---:|---:|---:|",
-            *(
-                f"| `{run['command']}` | {run['best_loss']:.4f} | {run['best_step']:,} | {run['seconds']:.0f} "
-                f"| {run['process_s']:.0f} s |"
-                for run in record["runs"]
-            ),
-            "",
-            *(f"![Loss of {run['name']} over steps](gpu/{run['name']}.png)" for run in record["runs"]),
-            TRAINING_END,
-        ]
-    )
-
-
-def _on_another_day(record: Mapping[str, Any], part: str) -> str:
-    """The date of a part that was not measured with the rest."""
-    date = record["measured"][part]
-    return "" if date == record["date"] else f" ({date})"
-
-
-def _speed_line(row: Row, date: str) -> str:
-    who = "plain PyTorch, torch.compile" if row["model"] == "plain" else f"fuselm, {row['mode']}"
-    who = who.replace("compile", "`--compile`").replace("torch.`--compile`", "torch.compile")
-    who = who.replace("eager deterministic", "`--deterministic`").replace("eager torch", "eager, torch's ops")
-    who += "" if row.get("date", date) == date else f" ({row['date']})"
-    return (
-        f"| {row['preset']} | {row['tokens_per_step']:,} | {who} | {row['tokens_per_second'] / 1e6:.3f} M "
-        f"| {row['first_step_s']:.1f} s | {row['peak_memory_gib']:.1f} GiB |"
-    )
-
-
-def _curves_line(rows: Sequence[Row]) -> str:
-    """How far learning with the kernels is from learning with torch's ops, beside how far another seed is."""
-    found = {(row["preset"], row["impl"], row["seed"]): row["losses"] for row in rows}
-    steps, parts = len(rows[0]["losses"]) * rows[0]["every"], []
-    for name in dict.fromkeys(row["preset"] for row in rows):
-        torchs = found[name, "torch", 0]
-        ours, other = (_farthest(found[name, *who], torchs) for who in (("auto", 0), ("torch", 1)))
-        parts.append(
-            f"{ours:.4f} ({name}, which goes from {torchs[0]:.2f} to {torchs[-1]:.2f}; another seed {other:.4f})"
-        )
-    return (
-        f"Over the first {steps} steps on the built-in stories, the running mean of the loss is at most "
-        f"{' and '.join(parts)} from the one with torch's ops."
-    )
-
-
-def _farthest(some: Sequence[float], others: Sequence[float]) -> float:
-    return max(abs(one - other) for one, other in zip(some, others, strict=True))
-
-
-def _deterministic_cost(rows: Sequence[Row]) -> str:
-    by = {(row["preset"], row["mode"]): row["tokens_per_second"] for row in rows if row["model"] == "ours"}
-    shares = [
-        f"{100 * by[preset, mode] / by[preset, 'eager']:.0f} % ({preset})"
-        for preset, mode in by
-        if mode == "eager deterministic"
-    ]
-    return " and ".join(shares)
-
-
 def replaced(readme: str, new: str, begin: str = BEGIN, end: str = END) -> str:
     """The README with a block exchanged."""
     if readme.count(begin) != 1 or readme.count(end) != 1 or readme.index(begin) > readme.index(end):
         raise ValueError(f"README.md must have {begin} and, after it, {end}, once each. Put them where the table goes.")
     head, tail = readme.partition(begin)[0], readme.partition(end)[2]
     return head + new + tail
-
-
-def _machine(record: Mapping[str, Any]) -> str:
-    versions = record["versions"]
-    parts = [f"torch {versions.get('torch', '?')}", f"CUDA {versions.get('cuda', '?')}"]
-    parts += [f"{TITLES[name]} {versions[name]}" for name in ("liger", "quack") if name in versions]
-    return f"{record['gpu']}, {', '.join(parts)}, {record['date']}"
 
 
 def _groups(rows: Sequence[Row]) -> Groups:

@@ -1,11 +1,12 @@
 """`fuselm bench`: measure what this machine does. Reads the command line, prints a table, writes files.
 
 It knows how to ask and how to print; bench/kernels.py measures, bench/report.py and bench/plots.py write. What
-measures the tokenizer is asked for in bench_tokenizer.py.
+measures the tokenizer and training is asked for in bench_tokenizer.py and bench_train.py.
 
     fuselm bench kernels --quick                       # a minute on a GPU, half of one on a CPU
     fuselm bench kernels --ops rms_norm --json | tail -1
     fuselm bench tokenizer --quick
+    fuselm bench train --quick
 """
 
 from __future__ import annotations
@@ -16,9 +17,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fuselm.cli.bench_show import check_folder, no_plots, print_table, progress
+from fuselm.cli.bench_show import check_folder, device_of, no_plots, print_table, progress
 from fuselm.cli.bench_tokenizer import HELP as TOKENIZER_HELP
 from fuselm.cli.bench_tokenizer import tokenizer
+from fuselm.cli.bench_train import HELP as TRAIN_HELP
+from fuselm.cli.bench_train import train
 
 if TYPE_CHECKING:
     from fuselm.bench.kernels import Plan
@@ -27,7 +30,7 @@ if TYPE_CHECKING:
 # The names of bench/peers.py, which imports torch: the help must not wait for that. A test holds them together.
 IMPLS = ("fused", "torch", "compile", "liger", "quack", "matmuls")
 
-app = typer.Typer(no_args_is_help=True, help="Measure the kernels and the tokenizer on this machine.")
+app = typer.Typer(no_args_is_help=True, help="Measure kernels, tokenizer and training on this machine.")
 
 KERNELS_HELP = """Time every op against its peers and against a copy of the same bytes.
 
@@ -96,6 +99,7 @@ def kernels(
 
 
 app.command(name="tokenizer", help=TOKENIZER_HELP)(tokenizer)
+app.command(name="train", help=TRAIN_HELP)(train)
 
 
 # --- what was asked for ----------------------------------------------------------------------------------------------
@@ -108,7 +112,7 @@ def _plan(ops: str, quick: bool, device: str, label: str, impl: str, containing:
 
     known = spec.ops()
     chosen = _choose(ops, tuple(known), "op", "--ops")
-    place = _device(device)
+    place = device_of(device)
     impls = _choose(impl, NAMES, "implementation", "--impl") if impl else (NAMES if place == "cuda" else NAMES[:2])
     plan = Plan(chosen, place, impls, quick, containing, label=label)
     if not any(plan.cases(known[name]) for name in chosen):
@@ -125,19 +129,6 @@ def _choose(text: str, known: tuple[str, ...], what: str, option: str) -> tuple[
         if name not in known:
             raise typer.BadParameter(f"there is no {what} {name!r}; there are: {', '.join(known)}", param_hint=option)
     return tuple(name for name in known if name in names) if names else known
-
-
-def _device(wanted: str) -> str:
-    import torch
-
-    there = torch.cuda.is_available()
-    if wanted not in ("auto", "cpu", "cuda"):
-        raise typer.BadParameter(f"a device is auto, cpu or cuda; got {wanted!r}", param_hint="--device")
-    if wanted == "cuda" and not there:
-        raise typer.BadParameter(
-            "torch sees no GPU here: `fuselm doctor` says why, --device cpu needs none", param_hint="--device"
-        )
-    return "cuda" if there and wanted != "cpu" else "cpu"
 
 
 # --- what is shown ---------------------------------------------------------------------------------------------------

@@ -18,6 +18,20 @@ def check_folder(out: Path) -> None:
         raise typer.BadParameter(words, param_hint="--out") from None
 
 
+def device_of(wanted: str) -> str:
+    """cuda or cpu; a GPU that is not there is refused."""
+    import torch
+
+    there = torch.cuda.is_available()
+    if wanted not in ("auto", "cpu", "cuda"):
+        raise typer.BadParameter(f"a device is auto, cpu or cuda; got {wanted!r}", param_hint="--device")
+    if wanted == "cuda" and not there:
+        raise typer.BadParameter(
+            "torch sees no GPU here: `fuselm doctor` says why, --device cpu needs none", param_hint="--device"
+        )
+    return "cuda" if there and wanted != "cpu" else "cpu"
+
+
 @contextmanager
 def progress(total: int) -> Iterator[Callable[[str], None]]:
     """A bar with an estimate on a terminal, a line for each step elsewhere; on stderr, out of the way of --json."""

@@ -53,6 +53,13 @@ Examples:
 DEFAULT_PRESET = "demo"
 SAME_WISH_SECONDS = 1.0  # between two signals that ask for one thing
 
+CudaGraph = Annotated[
+    bool | None, typer.Option("--cuda-graph/--no-cuda-graph", help="Launch a step as one CUDA graph: for small models.")
+]
+Deterministic = Annotated[
+    bool | None, typer.Option("--deterministic/--no-deterministic", help="The same bits again, on a GPU too.")
+]
+
 
 def train(
     corpus: Annotated[
@@ -71,12 +78,8 @@ def train(
     impl: Annotated[str | None, typer.Option(help="Ops: auto, fused or torch.")] = None,
     seed: Annotated[int | None, typer.Option(help="Of weights, order and dropout.")] = None,
     compiled: Annotated[bool | None, typer.Option("--compile/--no-compile", help="Use torch.compile.")] = None,
-    cuda_graph: Annotated[
-        bool | None, typer.Option("--cuda-graph/--no-cuda-graph", help="Launch a step as one CUDA graph.")
-    ] = None,
-    deterministic: Annotated[
-        bool | None, typer.Option("--deterministic/--no-deterministic", help="The same bits again, on a GPU too.")
-    ] = None,
+    cuda_graph: CudaGraph = None,
+    deterministic: Deterministic = None,
     settings: Annotated[list[str] | None, typer.Option("--set", help="name=value, of any field; repeat it.")] = None,
     tokenizer: Annotated[Path | None, typer.Option(help="A tokenizer of any format; else one is made.")] = None,
     limit_mb: Annotated[float | None, typer.Option(help="Use at most this many megabytes of text.")] = None,

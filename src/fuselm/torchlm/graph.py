@@ -35,9 +35,7 @@ def check_device(device: torch.device) -> None:
 class GraphedGradients:
     """`step.gradients` with everything but the batches and the scale fixed: shapes, parameters, parts, weights."""
 
-    def __init__(
-        self, loss: Loss, parameters: Sequence[Tensor], *, parts: int, balance_weight: float = 0.0
-    ) -> None:
+    def __init__(self, loss: Loss, parameters: Sequence[Tensor], *, parts: int, balance_weight: float = 0.0) -> None:
         self.loss, self.parameters = loss, parameters
         self.parts, self.balance_weight = parts, balance_weight
         self._places: list[tuple[Tensor, Tensor]] = []  # inputs and targets of each part, [rows, T]

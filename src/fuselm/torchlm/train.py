@@ -92,25 +92,17 @@ class Trainer:
         self.run, self.config, self.shards, self.listeners = run, run.train, shards, list(listeners)
         self.on_evaluation = on_evaluation
         self.tokenizer = run.tokenizer()
-        self.device = pick_device(device)
+        self.device = _device_for(self.config, device)
         checkpoint = run.load("last") if run.has_checkpoint else None
         begun_in = checkpoint.state.get("precision") if checkpoint else None  # "auto" may be another one here
         self.precision = _precision_of_run(begun_in, self.config.precision, self.device)
-        if self.config.cuda_graph:
-            check_device(self.device)
         if self.config.deterministic:
             make_deterministic()
         check_data(run.model, self.config, shards, self.tokenizer)
         torch.manual_seed(self.config.seed)  # of dropout, on every device
         self.model = Transformer(run.model, dtype=DTYPES[self.precision], device=self.device, seed=self.config.seed)
         self.parameters = list(self.model.parameters())
-        self.optimizer = AdamW(
-            decay_groups(self.model.named_parameters(), self.config.weight_decay),
-            lr=self.config.learning_rate,
-            betas=self.config.betas,
-            eps=self.config.eps,
-            impl=self.run.model.impl,
-        )
+        self.optimizer = _optimizer_for(self.model, self.config)
         self.scaler = LossScaler(enabled=self.precision == "fp16")
         self.progress = Progress()
         self.micro_batch = self.config.micro_batch or 0
@@ -186,15 +178,7 @@ class Trainer:
         """Launch one step; what came of the one before is read while this one runs."""
         begin = time.monotonic()
         config, progress = self.config, self.progress
-        rate = learning_rate(
-            progress.step,
-            kind=config.schedule,
-            peak=config.learning_rate,
-            steps=config.steps,
-            warmup=config.warmup,
-            floor=config.floor,
-            decay_share=config.decay_share,
-        )
+        rate = self.rate(progress.step)
         found = self._gradients()
         self._settle()  # the step before: by now its numbers are there, and this step's limit depends on them
         progress.step += 1
@@ -203,6 +187,24 @@ class Trainer:
         if self.scaler.enabled:  # the next step's scale depends on this one
             self._settle()
         self._since.seconds += time.monotonic() - begin
+
+    def rate(self, step: int) -> float:
+        """The learning rate of a step, from 0."""
+        config = self.config
+        return learning_rate(
+            step,
+            kind=config.schedule,
+            peak=config.learning_rate,
+            steps=config.steps,
+            warmup=config.warmup,
+            floor=config.floor,
+            decay_share=config.decay_share,
+        )
+
+    def losses(self) -> list[float]:
+        """Of every step since the last record; waits for the last step."""
+        self._settle()
+        return list(self._since.losses)
 
     def _gradients(self) -> Found:
         """Those of the next batch, launched one by one or as a graph."""
@@ -421,6 +423,19 @@ def check_data(
     Loader(shards["train"], batch_size=config.batch_size, context=model.context, rows=config.rows)
 
 
+def _device_for(config: TrainConfig, name: str) -> torch.device:
+    """The device of this name, if a run of this config can be trained there."""
+    device = pick_device(name)
+    if config.cuda_graph:
+        check_device(device)
+    return device
+
+
+def _optimizer_for(model: Transformer, config: TrainConfig) -> AdamW:
+    groups = decay_groups(model.named_parameters(), config.weight_decay)
+    return AdamW(groups, lr=config.learning_rate, betas=config.betas, eps=config.eps, impl=model.config.impl)
+
+
 def _precision_of_run(begun_in: str | None, asked: str, device: torch.device) -> str:
     """The precision that the run began in, whatever "auto" is on this device."""
     try:
@@ -433,10 +448,8 @@ def _precision_of_run(begun_in: str | None, asked: str, device: torch.device) ->
 
 def check_run(model: ModelConfig, config: TrainConfig, shards: Mapping[str, Shard], device_name: str) -> None:
     """Everything that a Trainer would refuse, without making one: for whoever has not made the run's folder yet."""
-    device = pick_device(device_name)
+    device = _device_for(config, device_name)
     precision = pick_precision(config.precision, device)
-    if config.cuda_graph:
-        check_device(device)
     check_data(model, config, shards, None)
     public_ops.choose(model.impl, model.op_impl, device=str(device))
     if config.micro_batch is None:

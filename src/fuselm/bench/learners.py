@@ -1,0 +1,225 @@
+"""Ways to train one model, and a measured run of each: losses, tokens per second, first step, peak memory, MFU.
+
+A learner says whose ops, under torch.compile or as a CUDA graph; a task says what all learners have in common: model,
+data, seed, steps. It knows the trainer, which does the work as it does it for `fuselm train`, and compares nothing:
+that is learning.py. A run is a process of its own, so that the first step is a first step and the peak its own peak:
+
+    python -m fuselm.bench.learners fused-graph '{"preset": "tiny", "data": "runs/stories", "steps": 100}'
+
+It prints how many steps are made, now and then, and the row as JSON on its last line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fuselm.config import Preset, TrainConfig, preset
+
+if TYPE_CHECKING:
+    from fuselm.bench.plain_trainer import PlainTrainer
+    from fuselm.torchlm.train import Trainer
+
+Row = dict[str, Any]
+WARM_UP = 5  # steps after the first that are made and not timed
+EVERY = 10  # steps between two words about progress
+
+
+@dataclass(frozen=True)
+class Learner:
+    """One way to train; `title` is for people."""
+
+    title: str
+    ops: str = "torch"  # ModelConfig.impl
+    norm: str = ""  # whose RMSNorm, where that is another's
+    plain: bool = False  # not our model at all but plain_model.py
+    compile: bool = False
+    cuda_graph: bool = False
+    deterministic: bool = False
+    nudged: bool = False  # begins with weights a rounding error away: how far apart such runs end, is noise
+
+
+LEARNERS = {
+    "plain-compile": Learner("plain PyTorch, torch.compile", plain=True, compile=True),
+    "torch": Learner("torch's ops"),
+    "torch-compile": Learner("torch's ops, --compile", compile=True),
+    "liger-norm": Learner("torch's ops, Liger's RMSNorm", norm="liger"),
+    "fused-norm": Learner("torch's ops, fuselm's RMSNorm", norm="fused"),
+    "fused": Learner("fuselm", ops="auto"),
+    "fused-graph": Learner("fuselm, --cuda-graph", ops="auto", cuda_graph=True),
+    "fused-compile": Learner("fuselm, --compile", ops="auto", compile=True),
+    "fused-deterministic": Learner("fuselm, --deterministic", ops="auto", deterministic=True),
+    "nudged": Learner("torch's ops, nudged", nudged=True),
+}
+
+
+@dataclass(frozen=True)
+class Task:
+    """What all learners have in common."""
+
+    preset: str
+    data: str  # a prepared folder
+    steps: int
+    precision: str = "auto"
+    device: str = "auto"
+    seed: int = 0
+    small: bool = False  # a small model of the same kind: what a CPU can train in seconds
+
+    def chosen(self) -> Preset:
+        """The preset, or its small sister."""
+        return smaller(preset(self.preset)) if self.small else preset(self.preset)
+
+    def training(self, learner: str) -> TrainConfig:
+        """How this learner trains: to the end of its schedule in `steps`, with a warm-up of a tenth of them at most."""
+        one, chosen = LEARNERS[learner], self.chosen()
+        return chosen.train(
+            steps=self.steps, warmup=min(chosen.train().warmup, self.steps // 10), precision=self.precision,
+            seed=self.seed, compile=one.compile and not one.plain, cuda_graph=one.cuda_graph,
+            deterministic=one.deterministic,
+        )  # fmt: skip
+
+
+def smaller(chosen: Preset) -> Preset:
+    """A preset of the same kind, with two narrow layers and short rows."""
+    shape = {**chosen.shape, "num_layers": 2, "width": 64, "num_heads": 4, "ffn_width": 96, "context": 32}
+    tokens = chosen.tokens if isinstance(chosen.tokens, str) else 512
+    training = {**chosen.training, "batch_size": 8, "learning_rate": 3e-3}
+    return dataclasses.replace(chosen, shape=shape, tokens=tokens, training=training, vocab_multiple=1)
+
+
+# --- a run -----------------------------------------------------------------------------------------------------------
+
+
+def run(name: str, task: Task, folder: Path, on_steps: Callable[[int], object] = lambda made: None) -> Row:
+    """Train as this learner does, in this process; the run folder goes into `folder`."""
+    from fuselm.bench.plain_trainer import PlainTrainer
+    from fuselm.torchlm.precision import attention_backends
+
+    learner = LEARNERS[name]
+    begin = time.monotonic()  # with torch imported: a user's process has that behind it as well
+    trainer = begun(name, task, folder)
+    if learner.plain:
+        plain = PlainTrainer(trainer, compiled=learner.compile)
+        found = _timed(plain, task.steps, begin, on_steps)
+    else:
+        with attention_backends(learner.deterministic):
+            found = _timed(trainer, task.steps, begin, on_steps)
+    return {"preset": task.preset, "learner": name, "precision": trainer.precision, **found, **_facts(trainer, found)}
+
+
+def begun(name: str, task: Task, folder: Path) -> Trainer:
+    """The trainer of a task before its first step."""
+    from fuselm.checkpoint import create
+    from fuselm.data.prepare import open_prepared
+    from fuselm.data.readers import TOKENIZER
+    from fuselm.text import Tokenizer
+    from fuselm.torchlm.train import Trainer
+
+    learner, chosen, tokenizer = LEARNERS[name], task.chosen(), Tokenizer.load(Path(task.data) / TOKENIZER)
+    # A BPE of a short text may have fewer tokens than the preset's; the model is of the preset's size all the same.
+    vocabulary = tokenizer.vocab_size if isinstance(chosen.tokens, str) else int(chosen.tokens)
+    model = chosen.model(max(vocabulary, tokenizer.vocab_size), impl=learner.ops, op_impl=_norm_of(learner))
+    record = create(folder / "run", model=model, train=task.training(name), data={}, tokenizer=tokenizer)
+    trainer = Trainer(record, open_prepared(task.data), device=task.device)
+    if learner.norm == "liger":
+        from fuselm.bench.liger import model_norm
+
+        trainer.model.ops.__dict__["rms_norm"] = model_norm()  # one object, which all modules of a model share
+    if learner.nudged:
+        nudge(trainer)
+    return trainer
+
+
+def _norm_of(learner: Learner) -> dict[str, str]:
+    return {"rms_norm": "fused"} if learner.norm == "fused" else {}
+
+
+def nudge(trainer: Trainer) -> None:
+    """Move every weight by up to half a unit in the last place of the run's precision, up or down."""
+    import torch
+
+    from fuselm.torchlm.precision import DTYPES
+
+    reach = torch.finfo(DTYPES[trainer.precision]).eps / 2
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in trainer.parameters:
+            way = 2 * torch.rand(parameter.shape, generator=generator) - 1
+            parameter.mul_(1 + reach * way.to(parameter.device))
+
+
+def _timed(trainer: Trainer | PlainTrainer, steps: int, begin: float, on_steps: Callable[[int], object]) -> Row:
+    trainer.advance()
+    _wait()
+    first = time.monotonic()
+    untimed = min(1 + WARM_UP, steps - 1)
+    for _ in range(1, untimed):
+        trainer.advance()
+    _wait()
+    start = time.monotonic()
+    for made in range(untimed + 1, steps + 1):
+        trainer.advance()
+        if made % EVERY == 0:
+            on_steps(made)
+    _wait()
+    end = time.monotonic()
+    seconds = (end - start) / (steps - untimed)
+    return {
+        "steps": steps,
+        "tokens_per_step": trainer.tokens_per_step,
+        "tokens_per_second": round(trainer.tokens_per_step / seconds),
+        "step_ms": round(1e3 * seconds, 3),
+        "first_step_s": round(first - begin, 2),
+        "seconds": round(end - begin, 2),
+        "peak_memory_gib": round(_peak_bytes() / 2**30, 2),
+        "losses": [round(loss, 7) for loss in trainer.losses()],
+    }
+
+
+def _facts(trainer: Trainer, found: Row) -> Row:
+    from fuselm import cost
+
+    share = cost.mfu(trainer.run.model, found["tokens_per_second"], trainer.peak) if trainer.peak else None
+    return {"mfu": None if share is None else round(share, 4), "micro_batch": trainer.micro_batch}
+
+
+def _wait() -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def _peak_bytes() -> int:
+    """Of a GPU what torch has allocated at most, of a CPU what the process has held."""
+    import resource
+
+    import torch
+
+    if torch.cuda.is_available() and torch.cuda.max_memory_allocated():
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run one learner and print its row."""
+    parser = argparse.ArgumentParser(prog="python -m fuselm.bench.learners", description=__doc__.partition("\n")[0])
+    parser.add_argument("learner", choices=LEARNERS)
+    parser.add_argument("task", type=json.loads, help="the fields of Task, as JSON")
+    given = parser.parse_args(arguments)
+    import torch  # noqa: F401  before the clock runs
+
+    with tempfile.TemporaryDirectory() as folder:
+        row = run(given.learner, Task(**given.task), Path(folder), lambda made: print(f"step {made}", flush=True))
+    print(json.dumps(row))
+
+
+if __name__ == "__main__":
+    main()

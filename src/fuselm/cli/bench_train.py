@@ -1,0 +1,191 @@
+"""`fuselm bench train`: reads the command line, prints a table, writes files. bench/learning.py measures.
+
+fuselm bench train --quick
+fuselm bench train --presets gpt-124m --learners fused,fused-graph --steps 200 --json | tail -1
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from fuselm.cli.bench_show import check_folder, device_of, no_plots, print_table
+from fuselm.cli.errors import told
+from fuselm.cli.progress import bar
+
+if TYPE_CHECKING:
+    from fuselm.bench.learning import Plan, Results
+
+HELP = """Train one model in several ways, with the same data and seed: do they learn alike, how fast, in what memory?
+
+By torch's ops and by fuselm's, eager, as a CUDA graph and under torch.compile; of gpt-124m and tinystories also a plain
+PyTorch model; of moe-60m, in fp16, with norms by PyTorch, Liger and fuselm and all else by torch. Each in a process of
+its own. Curves agree when they are no farther apart than three times what a rounding error in the first weights makes
+of one and the same run, which is measured too.
+
+Files: rows.csv, curves.csv, rows.json and a picture for each preset. On a CPU small models of the same kinds are
+trained: that shows that everything works, and says nothing about the kernels. The exit code is 1 when one of fuselm's
+fails, or its curve differs.
+
+Examples:
+
+  fuselm bench train --quick
+
+  fuselm bench train --presets naive-char --steps 1000 --out runs/compare
+
+  fuselm bench train --presets gpt-124m --learners fused,fused-graph --corpus book.txt --json | tail -1
+"""
+
+
+def train(
+    presets: Annotated[
+        str, typer.Option(help="Which models, separated by commas; `fuselm train --list` has all.")
+    ] = "naive-char,gpt-124m,moe-60m",
+    learners: Annotated[
+        str,
+        typer.Option(
+            help="Which ways to train; a wrong name lists them. torch and nudged, which verdicts need, always run."
+        ),
+    ] = "",
+    steps: Annotated[int | None, typer.Option(help="Steps of each.", show_default="500, of small models 100")] = None,
+    precision: Annotated[
+        str, typer.Option(help="auto, fp32, bf16 or fp16. Default: auto, of moe-60m on a GPU fp16.")
+    ] = "",
+    corpus: Annotated[str, typer.Option(help="Name or path of what is learnt.")] = "stories",
+    limit_mb: Annotated[float, typer.Option(help="Use at most this many megabytes of text.")] = 8.0,
+    seed: Annotated[int, typer.Option(help="Of weights, order and dropout.")] = 0,
+    quick: Annotated[bool, typer.Option("--quick", help="Small models of the same kinds; on a CPU always.")] = False,
+    device: Annotated[str, typer.Option(help="auto (a GPU if there is one), cpu or cuda.")] = "auto",
+    label: Annotated[str, typer.Option(help="What to call this machine in files and pictures.")] = "",
+    out: Annotated[Path, typer.Option(help="Folder to write into; made when it is not there.")] = Path("results/train"),
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
+) -> None:
+    """Compare; the help text is HELP."""
+    from fuselm.bench.learning import SMALL_STEPS, STEPS, Plan, Results, fused_disagrees, judged, run
+
+    place = device_of(device)
+    small = quick or place == "cpu"
+    with told():
+        plan = Plan(
+            _names(presets), place, (SMALL_STEPS if small else STEPS) if steps is None else steps, _names(learners),
+            _precision(precision, place), corpus, limit_mb, seed, small, label,
+        )  # fmt: skip
+        _check_corpus(plan)
+    check_folder(out)
+    if small:
+        typer.echo("small models of the same kinds: their figures say nothing about the large ones", err=True)
+    results, ending = Results(), ""
+    with told():
+        try:
+            with tempfile.TemporaryDirectory(dir=out, prefix=".bench-") as scratch, bar(_units(plan)) as step:
+                run(plan, Path(scratch), results, step)
+        except KeyboardInterrupt:
+            ending = "interrupted: what was measured until then is kept"
+    results.rows = judged(results.rows)
+    _print(plan, results, _write(out, plan, results), ending, as_json)
+    bad = fused_disagrees(results.rows) or _fused_failed(results)
+    raise typer.Exit(130 if ending else int(bad))
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(text.replace(",", " ").split()))
+
+
+def _precision(name: str, place: str) -> str:
+    import torch
+
+    from fuselm.torchlm.precision import DTYPES, pick_precision
+
+    if name and name not in ("auto", *DTYPES):
+        raise ValueError(f"--precision is auto, {', '.join(DTYPES)}; got {name!r}.")
+    if name:
+        pick_precision(name, torch.device(place))
+    return name
+
+
+def _check_corpus(plan: Plan) -> None:
+    """A wrong name is refused before anything is trained; what has to be downloaded is so now."""
+    from fuselm.data.corpora import open_corpus
+
+    open_corpus(plan.corpus, limit_bytes=int(plan.corpus_mb * 1e6))
+    if not plan.presets:
+        raise ValueError("--presets names one model or more; got none.")
+
+
+def _units(plan: Plan) -> dict[str, str]:
+    from fuselm.bench.learners import LEARNERS
+
+    return {
+        f"{name}: {LEARNERS[learner].title}": "steps" for name in plan.presets for learner in plan.learners_of(name)
+    }
+
+
+def _fused_failed(results: Results) -> bool:
+    from fuselm.bench.learning import is_fused
+
+    return any(is_fused(note["learner"]) for note in results.notes)
+
+
+# --- what is shown ---------------------------------------------------------------------------------------------------
+
+
+def _write(out: Path, plan: Plan, results: Results) -> list[Path]:
+    from fuselm.bench import machine
+    from fuselm.bench.learning_report import pictures, write
+
+    header = {
+        "label": plan.label, "device": plan.device, **machine.describe(plan.device), "corpus": plan.corpus,
+        "seed": plan.seed, "small": plan.small,
+    }  # fmt: skip
+    written = write(out, header, results.rows, results.notes)
+    try:
+        written += pictures(out, results.rows, plan.label or header["gpu"] or f"CPU ({header['cpu']})")
+    except ImportError:
+        no_plots()
+    return written
+
+
+def _print(plan: Plan, results: Results, written: list[Path], ending: str, as_json: bool) -> None:
+    from fuselm.bench.learning_report import as_rows
+
+    if as_json:
+        files = [str(path) for path in written]
+        document = {"device": plan.device, "ending": ending, "rows": as_rows(results.rows), "notes": results.notes}
+        typer.echo(json.dumps({**document, "files": files}))
+        return
+    cells = [_cells(row, results.rows) for row in results.rows]
+    print_table("preset|trained by|tokens/s|×|step ms|first s|GiB|MFU|loss|apart|curve", cells)
+    for note in results.notes:
+        typer.echo(f"not trained: {note['preset']} {note['learner']}: {note['note']}", err=True)
+    typer.echo(
+        "×: tokens/s over those of torch's ops. apart: the running mean of the loss from theirs, rms over the steps."
+    )
+    typer.echo(f"wrote {', '.join(map(str, written))}")
+    if ending:
+        typer.echo(ending, err=True)
+
+
+def _cells(row: dict[str, Any], rows: list[dict[str, Any]]) -> tuple[str, ...]:
+    from fuselm.bench.learners import LEARNERS
+    from fuselm.bench.learning import BASE, smoothed
+    from fuselm.bench.learning_report import verdict
+
+    base = next((one for one in rows if (one["preset"], one["learner"]) == (row["preset"], BASE)), None)
+    times = "" if base is None else f"{row['tokens_per_second'] / base['tokens_per_second']:.2f}"
+    return (
+        row["preset"],
+        LEARNERS[row["learner"]].title,
+        f"{row['tokens_per_second']:,}",
+        times,
+        f"{row['step_ms']:.2f}",
+        f"{row['first_step_s']:.1f}",
+        f"{row['peak_memory_gib']:.2f}",
+        "" if row["mfu"] is None else f"{row['mfu']:.1%}",
+        f"{smoothed(row['losses'])[-1]:.4f}",
+        "" if row["gap"] is None else f"{row['gap']:.2g}",
+        verdict(row),
+    )

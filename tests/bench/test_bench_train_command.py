@@ -1,0 +1,115 @@
+"""`fuselm bench train`: the files it writes, its JSON line, and what it says when it is asked for something wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from fuselm.bench import learning
+from fuselm.bench.learning import PRESETS, LearnerFailed
+from fuselm.cli import app
+from tests.bench.test_bench_command import in_one_line
+
+SHORT = ["bench", "train", "--device", "cpu", "--presets", "tiny", "--steps", "20", "--limit-mb", "0.05"]
+
+
+def invoke(*arguments: str) -> Any:
+    return CliRunner().invoke(app, list(arguments))
+
+
+def a_row(preset: str, learner: str, loss: float = 4.0) -> dict[str, Any]:
+    facts = {
+        "precision": "fp32", "steps": 20, "tokens_per_step": 100, "tokens_per_second": 300, "step_ms": 333.0,
+        "mfu": None, "first_step_s": 1.0, "seconds": 2.0, "process_s": 3.0, "peak_memory_gib": 1.5, "micro_batch": 4,
+    }  # fmt: skip
+    return {"preset": preset, "learner": learner, **facts, "losses": [loss] * 20}
+
+
+def test_a_comparison_from_the_command_line_with_its_processes(tmp_path: Path) -> None:
+    result = invoke(*SHORT, "--out", str(tmp_path / "new" / "folder"), "--json", "--precision", "bf16", "--seed", "3")
+    assert result.exit_code == 0, result.output
+    document = json.loads(result.stdout.splitlines()[-1])
+    assert [(row["learner"], row["agrees"]) for row in document["rows"]] == [
+        ("torch", None), ("nudged", None), ("fused", True),
+    ]  # fmt: skip
+    assert {row["precision"] for row in document["rows"]} == {"bf16"}
+    folder = tmp_path / "new" / "folder"
+    names = ["curves.csv", "rows.csv", "rows.json", "tiny.png"]
+    assert sorted(path.name for path in folder.iterdir()) == names
+    assert sorted(Path(name).name for name in document["files"]) == names
+    kept = json.loads((folder / "rows.json").read_text())
+    assert (kept["device"], kept["small"], kept["seed"], kept["corpus"]) == ("cpu", True, 3, "stories")
+    assert "small models of the same kinds" in result.stderr
+
+
+def test_a_table_for_people_and_an_exit_code_when_ours_differs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(learning, "child", lambda name, task, _: a_row("tiny", name, 4.0 + (name == "fused")))
+    result = invoke(*SHORT, "--out", str(tmp_path))
+    assert result.exit_code == 1
+    assert "DIFFERS" in result.stdout
+    assert "what the others are compared with" in result.stdout
+    monkeypatch.setattr(learning, "child", lambda name, task, _: a_row("tiny", name))
+    assert invoke(*SHORT, "--out", str(tmp_path)).exit_code == 0
+
+
+@pytest.mark.parametrize(("failing", "code"), [("fused", 1), ("nudged", 0)])
+def test_a_learner_that_fails_is_told_and_only_ours_is_an_error(
+    failing: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def child(name: str, task: Any, on_made: Any) -> dict[str, Any]:
+        if name == failing:
+            raise LearnerFailed("no module named so")
+        return a_row("tiny", name)
+
+    monkeypatch.setattr(learning, "child", child)
+    result = invoke(*SHORT, "--out", str(tmp_path))
+    assert result.exit_code == code
+    assert f"not trained: tiny {failing}: no module named so" in result.stderr
+    assert json.loads((tmp_path / "rows.json").read_text())["notes"][0]["learner"] == failing
+
+
+def test_ctrl_c_keeps_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def child(name: str, task: Any, on_made: Any) -> dict[str, Any]:
+        if name == "nudged":
+            raise KeyboardInterrupt
+        return a_row("tiny", name)
+
+    monkeypatch.setattr(learning, "child", child)
+    result = invoke(*SHORT, "--out", str(tmp_path))
+    assert result.exit_code == 130
+    assert "interrupted: what was measured until then is kept" in result.stderr
+    assert [row["learner"] for row in json.loads((tmp_path / "rows.json").read_text())["rows"]] == ["torch"]
+    assert not list(tmp_path.glob(".bench-*"))
+
+
+def test_the_usual_presets_are_those_of_the_bench() -> None:
+    assert ",".join(PRESETS) in in_one_line(invoke("bench", "train", "--help").stdout).replace(" ", "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "says"),
+    [
+        (["--presets", "tinny"], 1, "There is no preset 'tinny'"),
+        (["--presets", ","], 1, "--presets names one model or more; got none."),
+        (["--learners", "fussed"], 1, "There is no learner 'fussed'; there are plain-compile"),
+        (["--learners", "fused-graph"], 1, "fused-graph needs a GPU; the device is the CPU."),
+        (["--precision", "fp8"], 1, "--precision is auto, fp32, bf16, fp16; got 'fp8'."),
+        (["--precision", "fp16"], 1, "fp16 trains on a GPU; the device is the CPU."),
+        (["--steps", "3"], 1, "A curve has 10 steps or more; got 3."),
+        (["--corpus", "no-such-corpus"], 1, "no-such-corpus"),
+        (["--seed", "-1"], 1, "seed is 0 or more"),
+        (["--device", "tpu"], 2, "a device is auto, cpu or cuda; got 'tpu'"),
+    ],
+)
+def test_wrong_options_are_refused_before_anything_runs(
+    arguments: list[str], code: int, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(learning, "child", lambda *_: pytest.fail("something ran"))
+    result = invoke(*SHORT, *arguments, "--out", str(tmp_path))
+    assert result.exit_code == code
+    assert in_one_line(says) in in_one_line(result.stderr)
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,145 @@
+"""A learner's run on a CPU, with small models: the trainer's own steps, the yardstick's the same, and what it says."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fuselm.bench import learners, liger
+from fuselm.bench.learners import Task, begun, run
+from fuselm.bench.learning import Plan, prepared
+from fuselm.config import PRESETS
+
+STEPS = 12
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str | int, str]:
+    """A few stories by characters and by a small BPE."""
+    scratch = tmp_path_factory.mktemp("tokens")
+    plan = Plan(device="cpu", corpus_mb=0.05, small=True)
+    return {tokens: str(prepared(plan, tokens, scratch)) for tokens in ("characters", 512)}
+
+
+@pytest.fixture(autouse=True)
+def _undo_determinism() -> Iterator[None]:
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def task(preset: str, data: dict[str | int, str], **more: Any) -> Task:
+    one = Task(preset, "", STEPS, device="cpu", small=True)
+    return dataclasses.replace(one, data=data[one.chosen().tokens], **more)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_has_a_small_sister_of_its_kind_that_learns(
+    name: str, data: dict[str | int, str], tmp_path: Path
+) -> None:
+    row = run("fused", task(name, data), tmp_path)
+    assert (row["preset"], row["learner"], row["precision"], row["steps"]) == (name, "fused", "fp32", STEPS)
+    assert len(row["losses"]) == STEPS
+    assert all(math.isfinite(loss) for loss in row["losses"])
+    assert row["tokens_per_second"] == pytest.approx(1e3 * row["tokens_per_step"] / row["step_ms"], rel=0.01)
+    assert row["seconds"] >= row["first_step_s"] + (STEPS - 6) * row["step_ms"] / 1e3 - 0.02
+    assert row["peak_memory_gib"] > 0.05
+    assert row["mfu"] is None  # of a CPU no peak is known
+    full, small = PRESETS[name].model(256), task(name, data).chosen().model(256)
+    kind = ("norm", "positions", "activation", "attention_path", "num_experts", "dropout", "bias", "tied")
+    assert [getattr(small, field) for field in kind] == [getattr(full, field) for field in kind]
+
+
+def test_a_run_is_what_the_trainer_does(data: dict[str | int, str], tmp_path: Path) -> None:
+    told: list[int] = []
+    row = run("torch", task("tiny", data), tmp_path / "measured", told.append)
+    trainer = begun("torch", task("tiny", data), tmp_path / "alone")
+    for _ in range(STEPS):
+        trainer.advance()
+    assert row["losses"] == [round(loss, 7) for loss in trainer.losses()]
+    assert told == [10]
+    assert trainer.model.ops.impls["rms_norm"] == "torch"
+
+
+@pytest.mark.parametrize("name", ["tinystories", "gpt-124m"])
+def test_the_yardstick_learns_what_we_learn(
+    name: str, data: dict[str | int, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled: list[Any] = []
+    monkeypatch.setattr(torch, "compile", lambda model: compiled.append(model) or model)
+    plain = run("plain-compile", task(name, data), tmp_path / "plain")
+    ours = run("torch", task(name, data), tmp_path / "ours")
+    assert [type(model).__name__ for model in compiled] == ["PlainModel"]
+    assert plain["losses"] == pytest.approx(ours["losses"], rel=2e-5)
+    assert ours["losses"][-1] < ours["losses"][0] - 0.05
+
+
+def test_a_nudge_is_within_a_rounding_error_and_no_less(data: dict[str | int, str], tmp_path: Path) -> None:
+    nudged, base = (
+        begun(name, task("naive-char", data, precision="bf16"), tmp_path / name) for name in ("nudged", "torch")
+    )
+    moved = torch.cat(
+        [
+            ((one - other) / other)[other != 0].detach().abs().flatten()
+            for one, other in zip(nudged.parameters, base.parameters, strict=True)
+        ]
+    )
+    assert 0.9 * 2**-8 < float(moved.max()) <= 2**-8 * 1.0001
+    assert float((moved > 0).float().mean()) > 0.99
+
+
+def test_a_deterministic_run_is_one(data: dict[str | int, str], tmp_path: Path) -> None:
+    row = run("fused-deterministic", task("tiny", data), tmp_path)
+    assert torch.are_deterministic_algorithms_enabled()
+    assert row["losses"] == run("fused", task("tiny", data), tmp_path / "again")["losses"]
+
+
+def test_ligers_norm_is_called_as_its_authors_mean_it(
+    data: dict[str | int, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Liger has kernels for GPUs alone; in its place something that says how it was called, and computes the same."""
+    called: list[tuple[Any, ...]] = []
+
+    class Plain:
+        @staticmethod
+        def apply(x: Any, weight: Any, *rest: Any) -> Any:
+            called.append(rest)
+            return torch.nn.functional.rms_norm(x, x.shape[-1:], weight, rest[0])
+
+    class Added:
+        @staticmethod
+        def apply(x: Any, residual: Any, weight: Any, *rest: Any) -> Any:
+            total = x + residual
+            return Plain.apply(total, weight, *rest), total
+
+    names = {
+        ("rms_norm", "LigerRMSNormFunction"): Plain,
+        ("fused_add_rms_norm", "LigerFusedAddRMSNormFunction"): Added,
+    }
+    monkeypatch.setattr(liger, "_function", lambda *name: names[name])
+    row = run("liger-norm", task("moe-60m", data), tmp_path / "liger")
+    assert set(called) == {(1e-5, 0.0, "gemma")}
+    assert len(called) == STEPS * 5  # two layers of two norms, and the last
+    assert row["losses"] == pytest.approx(run("torch", task("moe-60m", data), tmp_path / "torch")["losses"], rel=1e-5)
+
+
+def test_the_command_says_how_far_it_is_and_prints_the_row_last(
+    data: dict[str | int, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    learners.main(["torch", json.dumps(dataclasses.asdict(task("tiny", data)))])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "step 10"
+    assert json.loads(lines[-1])["learner"] == "torch"
+
+
+def test_what_needs_a_gpu_is_refused_without_one(data: dict[str | int, str], tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="the device is cpu"):
+        run("fused-graph", task("tiny", data), tmp_path / "graph")
+    with pytest.raises(ValueError, match="'fused' runs kernels"):
+        run("fused-norm", task("tiny", data), tmp_path / "norm")
