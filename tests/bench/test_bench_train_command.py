@@ -30,7 +30,8 @@ def a_row(preset: str, learner: str, loss: float = 4.0) -> dict[str, Any]:
 
 
 def test_a_comparison_from_the_command_line_with_its_processes(tmp_path: Path) -> None:
-    result = invoke(*SHORT, "--out", str(tmp_path / "new" / "folder"), "--json", "--precision", "bf16", "--seed", "3")
+    options = ["--json", "--precision", "bf16", "--seed", "3", "--profile"]
+    result = invoke(*SHORT, "--out", str(tmp_path / "new" / "folder"), *options)
     assert result.exit_code == 0, result.output
     document = json.loads(result.stdout.splitlines()[-1])
     assert [(row["learner"], row["agrees"]) for row in document["rows"]] == [
@@ -38,7 +39,11 @@ def test_a_comparison_from_the_command_line_with_its_processes(tmp_path: Path) -
     ]  # fmt: skip
     assert {row["precision"] for row in document["rows"]} == {"bf16"}
     folder = tmp_path / "new" / "folder"
-    names = ["curves.csv", "rows.csv", "rows.json", "tiny.png"]
+    kinds = {(row["learner"], row["kind"]) for row in document["kernels"]}
+    assert ("fused", "fuselm") in kinds
+    assert ("torch", "fuselm") not in kinds
+    assert {("torch", "matmul"), ("torch", "nothing"), ("nudged", "attention")} <= kinds
+    names = ["curves.csv", "kernels.csv", "rows.csv", "rows.json", "tiny.png"]
     assert sorted(path.name for path in folder.iterdir()) == names
     assert sorted(Path(name).name for name in document["files"]) == names
     kept = json.loads((folder / "rows.json").read_text())

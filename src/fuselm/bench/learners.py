@@ -17,6 +17,7 @@ import json
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -70,6 +71,7 @@ class Task:
     precision: str = "auto"
     device: str = "auto"
     seed: int = 0
+    profile: bool = False  # a few steps more, to see where their time goes
     small: bool = False  # a small model of the same kind: what a CPU can train in seconds
 
     def chosen(self) -> Preset:
@@ -105,12 +107,14 @@ def run(name: str, task: Task, folder: Path, on_steps: Callable[[int], object] =
     learner = LEARNERS[name]
     begin = time.monotonic()  # with torch imported: a user's process has that behind it as well
     trainer = begun(name, task, folder)
-    if learner.plain:
-        plain = PlainTrainer(trainer, compiled=learner.compile)
-        found = _timed(plain, task.steps, begin, on_steps)
-    else:
-        with attention_backends(learner.deterministic):
-            found = _timed(trainer, task.steps, begin, on_steps)
+    one = PlainTrainer(trainer, compiled=learner.compile) if learner.plain else trainer
+    # A plain model's attention is as torch picks it.
+    with nullcontext() if learner.plain else attention_backends(learner.deterministic):
+        found = _timed(one, task.steps, begin, on_steps)
+        if task.profile:
+            from fuselm.bench.step_profile import profiled
+
+            found["profile"] = profiled(one.advance, trainer.device)
     return {"preset": task.preset, "learner": name, "precision": trainer.precision, **found, **_facts(trainer, found)}
 
 

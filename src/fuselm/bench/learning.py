@@ -28,6 +28,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from fuselm.bench.learners import LEARNERS, Row, Task
 from fuselm.config import ConfigError, preset
@@ -67,6 +68,7 @@ class Plan:
     corpus_mb: float = CORPUS_MB
     seed: int = 0
     small: bool = False
+    profile: bool = False
     label: str = ""
 
     def __post_init__(self) -> None:
@@ -82,7 +84,8 @@ class Plan:
     def task(self, name: str, data: Path) -> Task:
         """What all learners of a preset have in common."""
         precision = self.precision or (PRECISIONS.get(name, "auto") if self.device == "cuda" else "auto")
-        return Task(name, str(data), self.steps, precision, self.device, self.seed, self.small)
+        more: dict[str, Any] = {"seed": self.seed, "small": self.small, "profile": self.profile}
+        return Task(name, str(data), self.steps, precision, self.device, **more)
 
 
 @dataclass

@@ -26,6 +26,7 @@ FIELDS = (
     "preset", "learner", "precision", "steps", "tokens_per_step", "tokens_per_second", "step_ms", "first_step_s",
     "seconds", "process_s", "peak_memory_gib", "mfu", "micro_batch", "last_loss", "gap", "noise", "agrees",
 )  # fmt: skip
+KERNEL_FIELDS = ("preset", "learner", "kind", "kernel", "calls", "ms")
 CURVE_FIELDS = ("preset", "learner", "step", "loss", "mean_loss")
 # By learner, told apart by the colour-blind too (Okabe and Ito's palette, with greys).
 COLOURS = {
@@ -64,14 +65,27 @@ def curve_rows(rows: Sequence[Row]) -> list[Row]:
     ]
 
 
+def kernel_rows(rows: Sequence[Row]) -> list[Row]:
+    """A row for each kernel of a profiled step: calls and milliseconds of one step; "nothing" is when none ran."""
+    found = []
+    for row in rows:
+        if profile := row.get("profile"):
+            gap = {"kind": "nothing", "kernel": "", "calls": "", "ms": profile["gap_ms"]}
+            found += [
+                {"preset": row["preset"], "learner": row["learner"], **kernel} for kernel in (*profile["kernels"], gap)
+            ]
+    return found
+
+
 def write(folder: Path, header: Mapping[str, Any], rows: Sequence[Row], notes: Sequence[Row]) -> list[Path]:
-    """rows.csv, curves.csv and rows.json."""
-    table = as_rows(rows)
+    """rows.csv, curves.csv, rows.json and, of a profile, kernels.csv."""
+    table, kernels = as_rows(rows), kernel_rows(rows)
     texts = {
         "rows.csv": to_csv(table, FIELDS),
         "curves.csv": to_csv(curve_rows(rows), CURVE_FIELDS),
         "rows.json": to_json({**header, "rows": table, "notes": list(notes)}),
     }
+    texts |= {"kernels.csv": to_csv(kernels, KERNEL_FIELDS)} if kernels else {}
     for name, text in texts.items():
         write_whole(folder / name, text)
     return [folder / name for name in texts]

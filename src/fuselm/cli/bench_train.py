@@ -27,9 +27,9 @@ PyTorch model; of moe-60m, in fp16, with norms by PyTorch, Liger and fuselm and 
 its own. Curves agree when they are no farther apart than three times what a rounding error in the first weights makes
 of one and the same run, which is measured too.
 
-Files: rows.csv, curves.csv, rows.json and a picture for each preset. On a CPU small models of the same kinds are
-trained: that shows that everything works, and says nothing about the kernels. The exit code is 1 when one of fuselm's
-fails, or its curve differs.
+Files: rows.csv, curves.csv, rows.json, with --profile kernels.csv, and a picture for each preset. On a CPU small models
+of the same kinds are trained: that shows that everything works, and says nothing about the kernels. The exit code is 1
+when one of fuselm's fails, or its curve differs.
 
 Examples:
 
@@ -59,6 +59,9 @@ def train(
     limit_mb: Annotated[float, typer.Option(help="Use at most this many megabytes of text.")] = 8.0,
     seed: Annotated[int, typer.Option(help="Of weights, order and dropout.")] = 0,
     quick: Annotated[bool, typer.Option("--quick", help="Small models of the same kinds; on a CPU always.")] = False,
+    profile: Annotated[
+        bool, typer.Option("--profile", help="Also say where a step's time goes, kernel by kernel.")
+    ] = False,
     device: Annotated[str, typer.Option(help="auto (a GPU if there is one), cpu or cuda.")] = "auto",
     label: Annotated[str, typer.Option(help="What to call this machine in files and pictures.")] = "",
     out: Annotated[Path, typer.Option(help="Folder to write into; made when it is not there.")] = Path("results/train"),
@@ -72,7 +75,7 @@ def train(
     with told():
         plan = Plan(
             _names(presets), place, (SMALL_STEPS if small else STEPS) if steps is None else steps, _names(learners),
-            _precision(precision, place), corpus, limit_mb, seed, small, label,
+            _precision(precision, place), corpus, limit_mb, seed, small, profile, label,
         )  # fmt: skip
         _check_corpus(plan)
     check_folder(out)
@@ -150,15 +153,19 @@ def _write(out: Path, plan: Plan, results: Results) -> list[Path]:
 
 
 def _print(plan: Plan, results: Results, written: list[Path], ending: str, as_json: bool) -> None:
-    from fuselm.bench.learning_report import as_rows
+    from fuselm.bench.learning_report import as_rows, kernel_rows
 
     if as_json:
         files = [str(path) for path in written]
         document = {"device": plan.device, "ending": ending, "rows": as_rows(results.rows), "notes": results.notes}
-        typer.echo(json.dumps({**document, "files": files}))
+        typer.echo(json.dumps({**document, "kernels": kernel_rows(results.rows), "files": files}))
         return
     cells = [_cells(row, results.rows) for row in results.rows]
     print_table("preset|trained by|tokens/s|×|step ms|first s|GiB|MFU|loss|apart|curve", cells)
+    print_table(
+        "preset|trained by|ms of a step, by kind of work|idle",
+        [_kinds(row) for row in results.rows if "profile" in row],
+    )
     for note in results.notes:
         typer.echo(f"not trained: {note['preset']} {note['learner']}: {note['note']}", err=True)
     typer.echo(
@@ -189,3 +196,12 @@ def _cells(row: dict[str, Any], rows: list[dict[str, Any]]) -> tuple[str, ...]:
         "" if row["gap"] is None else f"{row['gap']:.2g}",
         verdict(row),
     )
+
+
+def _kinds(row: dict[str, Any]) -> tuple[str, ...]:
+    from fuselm.bench.learners import LEARNERS
+    from fuselm.bench.step_profile import by_kind
+
+    *kinds, idle = by_kind(row["profile"])
+    words = ", ".join(f"{kind['kind']} {kind['ms']:.3g}" for kind in kinds)
+    return (row["preset"], LEARNERS[row["learner"]].title, words, f"{idle['ms']:.3g}")
