@@ -215,6 +215,23 @@ def test_a_record_with_a_gap_does_not_vouch(spoil: Callable[[dict[str, Any]], An
     assert says in found[0]
 
 
+def test_verdicts_on_ops_over_lists_may_be_absent_and_must_be_clean() -> None:
+    here = Sources({**FILES, "adamw_step.cu": "5"}, {**NEEDS, "adamw": ["adamw_step.cu"]})
+    made = merging.merge(None, HEADER, counted(rms_norm=(1, 0, 0), softmax=(1, 0, 0), none=(1, 0, 0)), here)
+    for part in (tables(*NAMES), clean(*NAMES, "adamw")):
+        made = merging.merge(made, HEADER, part, here)
+    assert merging.problems(made, here, NAMES) == []
+    assert merging.unseen(made) == ["global_norm"]
+    assert merging.unseen(full_record()) == merging.unseen({}) == ["adamw", "global_norm"]
+    for status in ("3 errors\nlog", merging.UNFINISHED):
+        made["sanitizer"]["racecheck"]["adamw"] = status
+        assert merging.problems(made, here, NAMES) == [f"racecheck of adamw: {status}"]
+        assert merging.unsanitized(made, ["adamw"]) == ["adamw"]
+    later = Sources({**here.hashes, "adamw_step.cu": "6"}, here.needs)
+    assert "adamw: adamw_step.cu is not what sanitizers looked at" in merging.problems(made, later, NAMES)
+    assert "adamw" not in merging.merge(made, HEADER, {}, later)["sanitizer"]["racecheck"]
+
+
 def test_what_a_record_lacks_is_known() -> None:
     made = full_record()
     assert merging.untested(made, [*NAMES, "-"]) == merging.unsanitized(made, NAMES) == []

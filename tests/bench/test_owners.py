@@ -11,10 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from fuselm.bench import owners
+from fuselm.bench import optimizer, owners
 from fuselm.bench.owners import op_of_test
 from fuselm.kernels import build
+from fuselm.kernels.adamw import LIST_OPS
 from fuselm.kernels.spec import op_names
+from fuselm.kernels.torch_ops.choose import torch_op_names
 
 NAMES = ["add", "cross_entropy", "linear_cross_entropy", "mul", "rms_norm", "rope", "silu", "softmax"]
 REPOSITORY = Path(__file__).parents[2]
@@ -103,6 +105,18 @@ def test_a_change_is_a_change_of_the_ops_that_are_made_of_it(
     assert (before.hashes == after.hashes) == text.startswith("//")  # tests are of every file, but not of comments
 
 
+def test_an_op_over_lists_is_made_of_its_source_and_what_that_includes(folder: Path) -> None:
+    (folder / "adamw_step.cu").write_text('#include "rows.cuh"\nint step;\n')
+    assert needed(folder)["adamw"] == {"adamw_step.cu", "rows.cuh", "common.cuh"}
+    here = owners.sources()
+    needs = {Path(path).name for op in LIST_OPS for path in here.needs[op]}
+    assert needs == set(optimizer.SOURCES)  # of which gpu/optimizer.json is
+
+
+def test_every_op_that_torch_has_is_in_the_registry_or_over_lists() -> None:
+    assert {*op_names(), *LIST_OPS} == set(torch_op_names())
+
+
 def test_the_longest_name_that_fits_has_the_file() -> None:
     assert owners.op_of_source("linear_cross_entropy_dweight.cu", NAMES) == "linear_cross_entropy"
     assert owners.op_of_source("rms_norm_backward.cu", NAMES) == "rms_norm"
@@ -111,9 +125,9 @@ def test_the_longest_name_that_fits_has_the_file() -> None:
 
 def test_every_op_here_is_made_of_its_own_files_and_headers_only() -> None:
     found = owners.sources()
-    assert list(found.needs) == op_names()
+    assert list(found.needs) == [*op_names(), *LIST_OPS]
     for op, paths in found.needs.items():
-        assert f"src/fuselm/kernels/{op}.cu" in paths
+        assert f"src/fuselm/kernels/{LIST_OPS.get(op, f'{op}.cu')}" in paths
         assert {Path(path).suffix for path in paths} <= {".cu", ".cuh"}
 
 

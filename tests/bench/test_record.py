@@ -10,11 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from fuselm.bench import gpu_tests, kernels, merging, record, report, sanitize
 from fuselm.bench.owners import Sources
 from fuselm.bench.processes import Ended, Job
+from fuselm.kernels.adamw import LIST_OPS
 from fuselm.kernels.spec import op_names, ops
+from fuselm.kernels.torch_ops import adamw, global_norm
 
 HEADER = {
     "gpu": "NVIDIA H200",
@@ -23,7 +26,7 @@ HEADER = {
     "date": "2026-01-01",
     "commit": "abc",
 }
-HERE = Sources({"one.cu": "1"}, {op: ["one.cu"] for op in op_names()})
+HERE = Sources({"one.cu": "1"}, {op: ["one.cu"] for op in [*op_names(), *LIST_OPS]})
 
 
 def a_row(op: str, **more: Any) -> dict[str, Any]:
@@ -140,7 +143,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Machine:
 def test_the_command_writes_the_record_and_a_copy(gpu: Machine, tmp_path: Path) -> None:
     assert gpu.run("--also", str(tmp_path / "copy")) == 0
     names = op_names()
-    assert gpu.asked == {"tests": [*names, "-"], "sanitizer": names, "bench": names}
+    assert gpu.asked == {"tests": [*names, "-"], "sanitizer": [*names, *LIST_OPS], "bench": names}
     assert merging.problems(gpu.written, HERE, names) == []
     assert merging.load(tmp_path / "copy" / "h200.json") == gpu.written
     assert {row["op"] for row in gpu.kept["rows"]} == {names[0]}  # while the bench was running
@@ -156,12 +159,25 @@ def test_the_command_does_some_ops_in_the_seconds_it_is_given(gpu: Machine) -> N
     assert set(gpu.written["tests"]["ops"]) == {"-", "softmax"}
 
 
+def test_ops_over_lists_are_for_the_sanitizers_alone(gpu: Machine, capsys: pytest.CaptureFixture[str]) -> None:
+    gpu.run("--ops", "softmax")
+    assert "to do: no sanitizer has looked at adamw to its end\n" in capsys.readouterr().out
+    gpu.asked.clear()
+    gpu.run("--ops", "adamw,global_norm")
+    assert gpu.asked == {"sanitizer": ["adamw", "global_norm"]}
+    assert set(gpu.written["origins"]["sanitizer"]) == {"softmax", "adamw", "global_norm"}
+    assert "no sanitizer" not in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        record.main(["--part", "tests", "--ops", "adamw"])
+    assert "tests has nothing to do for adamw" in capsys.readouterr().err
+
+
 def test_the_rest_is_what_the_record_lacks(gpu: Machine, capsys: pytest.CaptureFixture[str]) -> None:
     gpu.run("--ops", "softmax")
     assert "to do: no test of no op passed" in capsys.readouterr().out
     gpu.run("--rest")
     others = [op for op in op_names() if op != "softmax"]
-    assert gpu.asked == {"tests": [*others, "-"], "sanitizer": others, "bench": op_names()}
+    assert gpu.asked == {"tests": [*others, "-"], "sanitizer": [*others, *LIST_OPS], "bench": op_names()}
     case = ops()["softmax"].bench_cases[0]
     assert gpu.done == {kernels.case_label("softmax", case), "softmax latencies"}
     assert merging.problems(gpu.written, HERE, op_names()) == []
@@ -204,6 +220,48 @@ def test_sanitized_cases_are_small_and_cover_every_layout(capsys: pytest.Capture
     assert all(case.size <= sanitize.MAX_ELEMENTS and not case.huge for case in cases)
     sanitize.main(["--ops", "rms_norm", "--device", "cpu"])
     assert capsys.readouterr().out == f"rms_norm: {len(cases)} cases ran forward and backward\n"
+
+
+def test_every_op_over_lists_is_sanitized(capsys: pytest.CaptureFixture[str]) -> None:
+    sanitize.main(["--ops", "adamw global_norm", "--device", "cpu"])
+    adamw_line, norm_line = capsys.readouterr().out.splitlines()
+    assert adamw_line == f"adamw: {len(list(sanitize.list_calls('adamw', 'cpu')))} cases ran"
+    assert norm_line.startswith("global_norm: ")
+    with pytest.raises(SystemExit):
+        sanitize.main(["--ops", "adamv", "--device", "cpu"])
+    assert "softmax, swiglu, adamw, global_norm" in capsys.readouterr().err
+
+
+def test_sanitized_steps_are_such_as_the_kernels_take_and_of_every_kind() -> None:
+    """What a kernel refuses would go to torch's ops, and no sanitizer would see anything of ours."""
+    seen: set[tuple[Any, ...]] = set()
+    tensors, groups, skips = set(), set(), set()
+    for lists, options in sanitize.list_calls("adamw", "cpu"):
+        params, masters = lists[0], options.get("masters", [])
+        assert all(adamw._is_regular((*lists, masters), index) for index in range(len(params)))
+        twins = [bool(master.numel()) for master in masters] or [False] * len(params)
+        for param, grad, twin in zip(params, lists[1], twins, strict=True):
+            misaligned, turned = param.storage_offset() == 1, not param.is_contiguous()
+            seen.add((param.dtype, grad.dtype, twin, misaligned, turned))
+        tensors.add(sum(param.numel() > 0 for param in params))
+        groups.add(len(set(options.get("weight_decay", [0]))))
+        skips.add((isinstance(options["step"], torch.Tensor), "grad_scale" in options, bool(options.get("skip"))))
+    kinds = {(torch.float32, False), *((half, twin) for half in (torch.bfloat16, torch.float16) for twin in (0, 1))}
+    for dtype, twin in kinds:
+        ways = {(grad, *lies) for own, grad, has, *lies in seen if (own, has) == (dtype, bool(twin))}
+        assert ways >= {(dtype, False, False), (dtype, True, False), (dtype, False, True)}
+        assert {grad for grad, *_ in ways} == {torch.float32, torch.bfloat16, torch.float16}
+    assert {65, 591} < tensors  # one more than one launch of either kernel takes
+    assert groups == {1, 9}
+    assert skips == {(False, False, False), (True, True, False), (True, False, True)}
+
+
+def test_sanitized_norms_are_such_as_the_kernel_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda self: True))
+    found = [lists[0] for lists, _ in sanitize.list_calls("global_norm", "cpu")]
+    assert all(global_norm._fits(tensor, tensors[0]) for tensors in found for tensor in tensors)
+    assert {len({tensor.dtype for tensor in tensors}) for tensors in found} == {1, 3}
+    assert max(map(len, found)) == 1301
 
 
 def test_the_bench_part_prints_rows_as_they_come(

@@ -20,6 +20,7 @@ from typing import Any
 from fuselm.bench import gpu_tests
 from fuselm.bench.owners import NO_OP, Sources
 from fuselm.bench.report import DECODE_FIELDS, HOST_FIELDS, ROW_FIELDS, Row, shape_text
+from fuselm.kernels.adamw import LIST_OPS
 from fuselm.kernels.spec import ops
 
 Record = dict[str, Any]
@@ -169,14 +170,17 @@ def _places() -> dict[tuple[Any, ...], int]:
 
 
 def problems(record: Record, sources: Sources, names: Sequence[str]) -> list[str]:
-    """Why a record does not vouch for these sources and ops, in sentences; [] when it does."""
+    """Why a record does not vouch for these sources and ops, in sentences; [] when it does.
+
+    What sanitizers said of an op over lists, whose rows are in another record, counts where it is there (`unseen`).
+    """
     if missing := [key for key in (*HEADER, "origins", "tests", "sanitizer", *TABLES) if key not in record]:
         return [f"the record has no {', '.join(missing)}"]
     origins = record["origins"]
     tested = origins.get("tests", {}).get("sources", {})
     found = [f"{path} is not what was tested on the GPU" for path in _different(tested, sources.hashes)]
     found += _test_problems(record["tests"], names)
-    for op in names:
+    for op in (*names, *LIST_OPS):
         for about, words in (("sanitizer", "sanitizers looked at"), ("rows", "was measured")):
             if op in origins[about]:
                 different = _different(origins[about][op]["sources"], sources.of(op))
@@ -184,6 +188,7 @@ def problems(record: Record, sources: Sources, names: Sequence[str]) -> list[str
     for tool in TOOLS:
         known = {op: status for op, status in record["sanitizer"].get(tool, {}).items() if op in origins["sanitizer"]}
         found += [f"{tool} of {op}: {known.get(op, 'was not run')}" for op in names if known.get(op) != "clean"]
+        found += [f"{tool} of {op}: {known[op]}" for op in LIST_OPS if known.get(op, "clean") != "clean"]
     for table, fields in TABLES.items():
         wrong = [row for row in record[table] if set(row) != set(fields)]
         found += [f"a row of {table} has other fields than {', '.join(fields)}: {wrong[0]}"] if wrong else []
@@ -216,6 +221,12 @@ def unsanitized(record: Record, names: Sequence[str]) -> list[str]:
     """The ops that some tool has not found clean."""
     found = record.get("sanitizer", {})
     return [op for op in names if any(found.get(tool, {}).get(op) != "clean" for tool in TOOLS)]
+
+
+def unseen(record: Record) -> list[str]:
+    """The ops over lists that some tool has not looked at, as in every record from before there were cases of them."""
+    found = record.get("sanitizer", {})
+    return [op for op in LIST_OPS if any(op not in found.get(tool, {}) for tool in TOOLS)]
 
 
 def measured_labels(record: Record) -> frozenset[str]:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fuselm.kernels import build
+from fuselm.kernels.adamw import LIST_OPS
 from fuselm.kernels.spec import op_names
 
 NO_OP = "-"  # what belongs to no op, or to several
@@ -41,7 +42,7 @@ def sources(folder: Path = build.SOURCE_DIR) -> Sources:
 
     An op's are its own .cu files and the headers that these include. fuselm.h and the bindings only declare and
     register launchers, so they are nobody's: another declaration changes no op's machine code. Tests, which go through
-    them, are of all files.
+    them, are of all files. The ops over lists, which no registry knows, have a source of another name.
     """
     hashes = build.source_hashes(folder)
     paths = {Path(path).name: path for path in hashes}
@@ -51,6 +52,9 @@ def sources(folder: Path = build.SOURCE_DIR) -> Sources:
         launched = set(_launched(folder / "torch_ops", op, names))
         begun = [name for name in paths if name.endswith(".cu") and op_of_source(name, names) in launched]
         needs[op] = sorted(paths[name] for name in _included(folder, begun))
+    for op, source in LIST_OPS.items():
+        if source in paths:
+            needs[op] = sorted(paths[name] for name in _included(folder, [source]))
     return Sources(hashes, needs)
 
 

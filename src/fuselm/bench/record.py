@@ -12,6 +12,7 @@ bench has the GPU to itself.
     python -m fuselm.bench.record --part bench --rest --seconds 300     # what the record lacks, as far as time allows
 
 `tests` are counted for each op, so that a run of some ops can replace just those; tests of no op are those of "-".
+AdamW and the norm are for the sanitizers alone: their tests are of no op, and their times are optimizer.py's.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from fuselm.bench.processes import Ended, Job, run_all
 from fuselm.bench.report import Results
 from fuselm.files import write_whole
 from fuselm.kernels import build
+from fuselm.kernels.adamw import LIST_OPS
 from fuselm.kernels.spec import ops
 
 __all__ = ["MAKE_ONE", "ONE_GPU", "main"]
@@ -177,20 +179,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run parts and write the record; exit code 1 when something that ran went wrong."""
     parser = _parser()
     given = parser.parse_args(arguments)
-    known = [*ops(), NO_OP]
+    known = [*ops(), *LIST_OPS, NO_OP]
     names = given.ops.replace(",", " ").split() or known
     if unknown := [name for name in names if name not in known]:
         parser.error(f"there is no op {unknown[0]!r}; there are: {', '.join(known)}")
+    parts = [part for part in ([given.part] if given.part else PARTS) if any(_has(part, name) for name in names)]
+    if not parts:
+        parser.error(f"{given.part} has nothing to do for {', '.join(names)}")
     began = time.monotonic()
     try:
         header, sources = _start()
         writer = Writer(header, sources, given.folder / f"{machine.slug(header['gpu'])}.json", given.also)
-        for part in [given.part] if given.part else PARTS:
+        for part in parts:
             record = _run_part(part, names, given.rest, began + given.seconds, writer)
             began = time.monotonic()
     except (CannotRecord, build.BuildError) as error:
         sys.exit(f"record: {error}")
-    left = problems(record, sources, [name for name in names if name != NO_OP])
+    left = problems(record, sources, [name for name in names if name in ops()])
+    left += [f"no sanitizer has looked at {op} to its end" for op in merging.unseen(record)]
     late = sum(merging.is_late(note) for note in record.get("notes", []))
     left += [f"{late} cases or latencies wait for a bench with --rest"] if late else []
     print("\n".join([f"{writer.path} is written", *(f"to do: {problem}" for problem in left)]))
@@ -233,14 +239,19 @@ def _run_part(part: str, names: Sequence[str], rest: bool, deadline: float, writ
     """Run one part of these ops, or the rest of it, and return the record with it."""
     old = load(writer.path)
     known = merging.still_true(old, writer.header["gpu"], writer.sources)
+    of_part = [name for name in names if _has(part, name)]
     if part == "tests":
-        chosen = merging.untested(known, names) if rest else names
+        chosen = merging.untested(known, of_part) if rest else of_part
         return writer.add(old, {"tests": gpu_tests.run(chosen, deadline)})
-    of_ops = [name for name in names if name != NO_OP]
     if part == "sanitizer":
-        return writer.add(old, run_sanitizer(merging.unsanitized(known, of_ops) if rest else of_ops, deadline))
+        return writer.add(old, run_sanitizer(merging.unsanitized(known, of_part) if rest else of_part, deadline))
     done = merging.measured_labels(known) if rest else frozenset()
-    return writer.add(old, run_bench(of_ops, deadline, done, keep=lambda found: writer.add(old, found)))
+    return writer.add(old, run_bench(of_part, deadline, done, keep=lambda found: writer.add(old, found)))
+
+
+def _has(part: str, name: str) -> bool:
+    """Whether a part has something to do for a name."""
+    return {"tests": name not in LIST_OPS, "sanitizer": name != NO_OP, "bench": name in ops()}[part]
 
 
 def _failed(record: Record) -> bool:

@@ -27,6 +27,8 @@ from fuselm.kernels.spec import TensorInfo, refuse
 
 # What the averages of a parameter are kept in.
 STATE_DTYPES = {"float64": "float64", "float32": "float32", "bfloat16": "float32", "float16": "float32"}
+# The ops whose contract this is, and the source of each.
+LIST_OPS = {"adamw": "adamw_step.cu", "global_norm": "global_norm.cu"}
 NORM_CHUNK = 8192  # elements whose squares one block of global_norm.cu adds up
 
 Infos = Sequence[TensorInfo]
