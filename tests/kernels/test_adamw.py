@@ -422,6 +422,21 @@ def test_autograd_learns_that_a_parameter_has_changed(device: str) -> None:
             y.backward()
 
 
+@on_each_device
+@in_each_dtype
+def test_a_parameter_becomes_what_its_master_rounds_to_whatever_it_was(device: str, dtype: torch.dtype) -> None:
+    """Of an fp32 parameter too, which wants none."""
+    found, expected = started(dtype, device), started(dtype, device)
+    found.masters = [param.to(F32, copy=True) for param in expected.params]
+    for param in found.params:
+        param.fill_(7.0)
+    expected.masters = copies(found.masters) if dtype != F32 else None
+    for lists in (found, expected):
+        lists.step(gradients(1, dtype, device), step=1)
+    assert_equal(found.params, expected.params)
+    assert_equal(found.params, [master.to(dtype) for master in found.masters])
+
+
 def test_no_tensor_at_all_is_nothing_to_do() -> None:
     ops.adamw([], [], [], [], step=1, lr=0.1, masters=[])
 
@@ -432,6 +447,13 @@ META = torch.zeros(3, device="meta")
 BAD_CALLS: list[tuple[dict[str, Any], str]] = [
     ({"grads": []}, "the four lists must have one length; got 2 params, 0 grads, 2 exp_avgs, 2 exp_avg_sqs"),
     ({"masters": [torch.zeros(3)]}, "the five lists must have one length; got .*, 1 masters"),
+    ({"params": [torch.zeros(3), None]}, r"each of params must be a tensor; got params\[1\], which is None"),
+    ({"params": [None, torch.zeros(1, 2)]}, r"each of params must be a tensor; got params\[0\], which is None"),
+    ({"grads": [torch.zeros(3), None]}, r"each of grads must .*; got grads\[1\], which is None"),
+    ({"exp_avgs": [None, None]}, r"each of exp_avgs must be a tensor; got exp_avgs\[0\], which is None"),
+    ({"exp_avg_sqs": [torch.zeros(3), None]}, r"each of exp_avg_sqs must be a tensor; got exp_avg_sqs\[1\]"),
+    ({"masters": [torch.zeros(3), None]}, r"each of masters .*; got masters\[1\], which is None"),
+    ({"grads": [torch.zeros(3), 1.0]}, r"grads\[1\] must be a torch\.Tensor; got a float"),
     ({"exp_avgs": [torch.zeros(3), torch.zeros(2)]}, r"each of exp_avgs .*; got exp_avgs\[1\] \[2\] .* \[1, 2\]"),
     ({"masters": [torch.zeros(3), torch.zeros(2)]}, r"each of masters .* shape and device; got masters\[1\] \[2\]"),
     ({"masters": [META, torch.zeros(1, 2)]}, r"each of masters .*; got masters\[0\] \[3\] on meta"),
@@ -469,9 +491,9 @@ def test_the_op_refuses_with_a_reason_and_a_remedy_and_changes_nothing(
     device: str, change: dict[str, Any], words: str
 ) -> None:
     def there(given: Any) -> Any:
-        if not isinstance(given, list) or not given or not isinstance(given[0], Tensor):
+        if not isinstance(given, list):
             return given
-        return [tensor if tensor.is_meta else tensor.to(device) for tensor in given]
+        return [one.to(device) if isinstance(one, Tensor) and not one.is_meta else one for one in given]
 
     names = ("params", "grads", "exp_avgs", "exp_avg_sqs")
     call: dict[str, Any] = {name: [torch.ones(3), torch.ones(1, 2)] for name in names} | {"step": 1, **change}

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from fuselm.kernels.spec import RefusedInput
 from fuselm.kernels.torch_ops import adamw as module
 from tests.kernels.arrays import lay_out
 from tests.kernels.test_adamw import (
@@ -84,6 +85,16 @@ def test_what_the_kernel_does_not_take_goes_the_plain_way(
     found.chosen(range(5)).step(grads[:5], step=3)
     assert kernel.taken == [5]
     assert kernel.loads <= 1
+
+
+@pytest.mark.parametrize("name", ["params", "grads", "exp_avgs", "exp_avg_sqs", "masters"])
+def test_a_none_that_the_raw_op_cannot_read_is_refused_in_words(name: str) -> None:
+    lists = Lists([torch.ones(3).as_subclass(PretendsCuda), torch.ones(2)], with_masters=True)
+    grads: list[Any] = [torch.ones(3), torch.ones(2)]
+    (grads if name == "grads" else getattr(lists, name))[1] = None
+    with pytest.raises(RefusedInput, match=rf"^adamw: each of {name} must be a tensor; got {name}\[1\], which is None"):
+        lists.step(grads, step=1)
+    assert torch.equal(lists.params[0], torch.ones(3))
 
 
 def test_a_refusal_that_has_no_words_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:

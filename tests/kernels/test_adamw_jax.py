@@ -292,9 +292,29 @@ def test_on_cuda_hundreds_of_leaves_are_two_launches(jax: ModuleType, place: Any
 LEAF = np.ones((2, 3), np.float32)
 
 
+def test_a_none_in_all_trees_is_no_leaf(jax: ModuleType) -> None:
+    """A layer without a bias, say. One that params have and another tree has not is refused: see below."""
+    params = {"w": LEAF, "b": None}
+    made, state = fused().adamw(params, params, fused().adamw_init(params, master_weights=True), lr=0.1)
+    expected, _ = fused().adamw([LEAF], [LEAF], fused().adamw_init([LEAF]), lr=0.1)
+    assert made["b"] is state.exp_avg["b"] is state.exp_avg_sq["b"] is state.master["b"] is None
+    assert_trees_equal(jax, made["w"], expected[0])
+
+
+def test_an_fp32_leaf_becomes_what_its_master_is_whatever_it_was(jax: ModuleType) -> None:
+    state = fused().adamw_init([LEAF])
+    made, after = fused().adamw([LEAF * 7], [LEAF], state._replace(master=[LEAF]), lr=0.1)
+    expected, _ = fused().adamw([LEAF], [LEAF], state, lr=0.1)
+    assert_trees_equal(jax, made, expected)
+    assert_trees_equal(jax, after.master, expected)
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
+        ({"grads": [None]}, r"grads must be a pytree of params' form; got PyTreeDef\(\[None\]\) for .*Pass one like"),
+        ({"exp_avg": [None]}, "exp_avgs must be a pytree of params' form"),
+        ({"params": [None]}, "grads must be a pytree of params' form"),
         ({"grads": [LEAF, LEAF]}, "grads must be a pytree of params' form; got .* Pass one like params"),
         (
             {"grads": [LEAF[0]]},
@@ -319,7 +339,7 @@ LEAF = np.ones((2, 3), np.float32)
         ({"weight_decay": [0.1, 0.2]}, "weight_decay must be a pytree of params' form"),
         ({"weight_decay": [LEAF]}, "weight_decay must be a Python number"),
     ],
-    ids=range(20),
+    ids=range(23),
 )
 def test_the_op_refuses_with_a_reason_and_a_remedy(change: dict[str, Any], words: str, jax: ModuleType) -> None:
     state = fused().adamw_init([LEAF])

@@ -9,7 +9,8 @@ With g the gradient times `grad_scale`,
 where c1 = 1 - beta1^step and c2 = 1 - beta2^step undo the zeros the averages started from. Both averages are fp32 for
 16-bit parameters and of the parameter's dtype otherwise; all arithmetic is in their dtype. A 16-bit parameter may have
 an fp32 twin, its master: then that is what is stepped, and the parameter is the master, rounded. Without one, updates
-smaller than half of the parameter's last digit are lost.
+smaller than half of the parameter's last digit are lost. An fp32 parameter wants no master: it becomes a copy
+of one that it is given, whatever it was before.
 
 A gradient that is NaN or infinite makes its element NaN, as in torch, unless `skip` says that nothing is to change.
 
@@ -40,7 +41,7 @@ def check(
     """Raise RefusedInput for the first rule that is broken; `others` are grads, exp_avgs and exp_avg_sqs by name.
 
     `masters` is empty or has one for each parameter, without an element where there is none. Steps that are no numbers
-    are not looked at.
+    are not looked at. A None is refused where a tensor must be.
     """
     if any(len(tensors) != len(params) for tensors in others.values()) or len(masters) not in (0, len(params)):
         named = {"params": params, **others, **({"masters": masters} if masters else {})}
@@ -49,6 +50,7 @@ def check(
             ", ".join(f"{len(tensors)} {name}" for name, tensors in named.items()),
             "Leave a parameter without a gradient out of all of them.",
         )
+    _check_there({"params": params, **others, "masters": masters})
     for step in steps:
         if isinstance(step, int | float) and not step >= 1:
             raise refuse("adamw: step must be 1 or more", str(step), "Count the first step as 1.")
@@ -106,6 +108,16 @@ def check_rates(**rates: Any) -> None:
 
 def _is_beta(beta: Any) -> bool:
     return isinstance(beta, int | float) and 0 <= beta < 1
+
+
+def _check_there(lists: Mapping[str, Sequence[TensorInfo | None]]) -> None:
+    for name, tensors in lists.items():
+        for index, tensor in enumerate(tensors):
+            if tensor is None:
+                remedy = "Leave a parameter without a gradient out of all lists."
+                if name == "masters":
+                    remedy = "Pass a tensor without an element for a parameter that has no master."
+                raise refuse(f"adamw: each of {name} must be a tensor", f"{name}[{index}], which is None", remedy)
 
 
 def _check_params(params: Infos) -> None:

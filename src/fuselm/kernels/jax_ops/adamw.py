@@ -71,6 +71,8 @@ def adamw(
 ) -> tuple[Any, AdamWState]:
     """New parameters and state. Trees of grads and state have the form of params.
 
+    A None is no leaf, as in every pytree: all trees may have it at a place, and where params have a leaf it is refused.
+
     `lr` is a number or a 0-dim array; `weight_decay` a number, or a pytree of numbers like params. `grad_scale`, a
     0-dim array, multiplies every gradient. Where `skip`, a 0-dim bool array, is true, nothing changes, nor the count
     of steps.

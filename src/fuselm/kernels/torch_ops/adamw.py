@@ -19,9 +19,10 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from fuselm.kernels import adamw as contract
-from fuselm.kernels.torch_ops import fills_memory, info, load_cuda, register
+from fuselm.kernels.torch_ops import check_are_tensors, fills_memory, info, load_cuda, register
 
-# params, grads, exp_avgs, exp_avg_sqs, and masters, of which there are none or one for each parameter
+# Of masters there are none, or one for each parameter.
+_NAMES = ("params", "grads", "exp_avgs", "exp_avg_sqs", "masters")
 _Lists = tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor], list[Tensor]]
 
 
@@ -45,14 +46,14 @@ def adamw(
     `step` is the number of this step, from 1, and `lr` the learning rate: numbers, or 0-dim tensors on the device,
     which torch.compile and CUDA graphs take as inputs. These two, `betas`, `eps` and `weight_decay` are one for all
     tensors, or a list with one for each. `masters` are the fp32 twins of 16-bit parameters, without an element for a
-    parameter that has none: they are stepped, and the parameters are what they round to. `grad_scale` is a 0-dim
-    tensor that multiplies every gradient. `skip` is a 0-dim bool tensor: where it is true nothing changes, whatever
-    the gradients are; without a kernel an eager call with `skip` waits for the device. A tensor's new bits do not
-    depend on which other tensors are in the lists.
+    parameter that has none: they are stepped, and the parameters become what they round to, whatever those were before
+    (so an fp32 parameter wants none). `grad_scale` is a 0-dim tensor that multiplies every gradient. `skip` is a 0-dim
+    bool tensor: where it is true nothing changes, whatever the gradients are; without a kernel an eager call with
+    `skip` waits for the device. A tensor's new bits do not depend on which other tensors are in the lists.
     """
     lists: _Lists = (list(params), list(grads), list(exp_avgs), list(exp_avg_sqs), list(masters or ()))
     table = _Table.of(len(lists[0]), step, lr, betas, eps, weight_decay)
-    if is_compiling() or not (lists[0] and lists[0][0].is_cuda):
+    if is_compiling() or not (lists[0] and getattr(lists[0][0], "is_cuda", False)):
         _check(lists, table, grad_scale, skip)
         _plain(lists, table, grad_scale, skip)
         return
@@ -139,6 +140,10 @@ def _check(lists: _Lists, table: _Table, grad_scale: Any, skip: Any) -> None:
     for name, scalar in scalars:
         if isinstance(scalar, Tensor):
             contract.check_scalars({name: info(scalar)})  # type: ignore[dict-item]
+    for list_name, tensors in zip(_NAMES, lists, strict=True):
+        # What is None is left to the contract, which has the remedy.
+        there = {f"{list_name}[{index}]": tensor for index, tensor in enumerate(tensors) if tensor is not None}
+        check_are_tensors("adamw", there, {})
     params, grads, exp_avgs, exp_avg_sqs, masters = ([info(t) for t in tensors] for tensors in lists)
     others: Any = {"grads": grads, "exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs}
     steps, betas = [options.step for options in table.options], [options.betas for options in table.options]
