@@ -15,7 +15,7 @@ from typing import Any
 
 from fuselm.kernels.spec import op_names
 
-# Over whole pytrees, in adamw.py: no functions of tensors with a gradient, so not in the registry.
+# Over whole pytrees: no functions of tensors with a gradient, so not in the registry. adamw_init is in adamw.py.
 OVER_TREES = ("adamw", "adamw_init", "global_norm")
 
 __all__ = [*op_names(), *OVER_TREES]
@@ -25,7 +25,7 @@ def __getattr__(name: str) -> Callable[..., Any]:
     if name not in __all__:
         raise AttributeError(f"fuselm.jax has no op {name!r}; it has {', '.join(__all__)}.")
     try:
-        module = importlib.import_module(f"fuselm.kernels.jax_ops.{'adamw' if name in OVER_TREES else name}")
+        module = importlib.import_module(f"fuselm.kernels.jax_ops.{name.removesuffix('_init')}")
     except ModuleNotFoundError as error:
         if error.name not in ("jax", "jaxlib"):
             raise

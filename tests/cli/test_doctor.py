@@ -15,6 +15,7 @@ from fuselm import compiler
 from fuselm.cli import app, doctor
 from fuselm.cli.doctor import Framework, Machine
 from fuselm.kernels import build, toolchain
+from fuselm.kernels.adamw import LIST_OPS
 from fuselm.kernels.spec import ops
 from fuselm.text import native
 
@@ -69,6 +70,21 @@ def test_verdict_names_the_first_obstacle_and_its_remedy(machine, torch, runs, w
 def test_op_without_a_version_for_the_framework_is_absent() -> None:
     verdict = doctor.judge("no_such_op", GPU_TORCH, machine())
     assert (verdict.runs, verdict.why) == ("absent", "the op has no torch version")
+
+
+@pytest.mark.parametrize("op", [*ops(), *LIST_OPS])
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_every_op_runs_fused_in_both_frameworks_where_all_is_there(op: str, framework: str) -> None:
+    seen = Framework(framework, "1.0", "with CUDA", gpu=True)
+    assert doctor.judge(op, seen, machine(built=True)) == doctor.Verdict(op, framework, "fused", "kernels are built")
+
+
+def test_ops_over_lists_stand_among_the_others(monkeypatch) -> None:
+    pretend(monkeypatch, machine(gpu=False), CPU_TORCH)
+    lines = CliRunner().invoke(app, ["doctor"]).output.splitlines()
+    told = [line.split(" in torch: ") for line in lines if " in torch: " in line]
+    assert [op for op, _ in told] == sorted([*ops(), "adamw", "global_norm"])
+    assert len({words for _, words in told}) == 1  # nothing is different about them
 
 
 def test_healthy_cpu_machine_exits_with_zero_and_prints_plain_lines(monkeypatch) -> None:
@@ -147,7 +163,7 @@ def test_real_command_reports_every_op_in_both_frameworks() -> None:
     assert answer.returncode == 0, answer.stdout + answer.stderr
     report = json.loads(answer.stdout)
     assert {(verdict["op"], verdict["framework"]) for verdict in report["ops"]} == {
-        (op, framework) for op in ops() for framework in ("torch", "jax")
+        (op, framework) for op in (*ops(), *LIST_OPS) for framework in ("torch", "jax")
     }
     assert {verdict["runs"] for verdict in report["ops"]} <= {"fallback", "absent"}
 

@@ -19,10 +19,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from fuselm.kernels import build
-from fuselm.kernels.spec import TensorInfo, refuse
+from fuselm.kernels.spec import DTYPE_BYTES, TensorInfo, refuse
 
 # An absent tensor, going in or coming out: the bindings know it by this shape.
 ABSENT = jax.ShapeDtypeStruct((0,), jnp.float32)
+_MAX_RANK = 8  # fuselm.h's
 
 
 def absent() -> jax.Array:
@@ -131,3 +132,9 @@ def call(
 def info(array: Any) -> TensorInfo | None:
     """What an op's check() needs to know of an array. Where it lies is JAX's own business, and JAX says so itself."""
     return None if array is None else TensorInfo(tuple(array.shape), str(array.dtype))
+
+
+def as_listed(array: Any) -> Any:
+    """An array as a launcher over lists takes it: not in float64, which a gradient may be, nor of many dimensions."""
+    array = jnp.asarray(array, None if str(array.dtype) in DTYPE_BYTES else jnp.float32)
+    return array if array.ndim <= _MAX_RANK else array.reshape(-1)

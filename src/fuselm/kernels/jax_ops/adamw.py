@@ -19,10 +19,8 @@ import jax
 import jax.numpy as jnp
 
 from fuselm.kernels import adamw as contract
-from fuselm.kernels.jax_ops import call, check_are_arrays, info, is_absent
-from fuselm.kernels.spec import DTYPE_BYTES, check_number, refuse
-
-_MAX_RANK = 8  # fuselm.h's
+from fuselm.kernels.jax_ops import as_listed, call, check_are_arrays, info, is_absent
+from fuselm.kernels.spec import check_number, refuse
 
 
 class AdamWState(NamedTuple):
@@ -141,19 +139,13 @@ def _step_filled(
     written = [params, exp_avgs, exp_avg_sqs, masters]
     if not there:
         return written
-    given = [[_taken(one[index]) for index in there] if one else [] for one in lists]
+    given = [[as_listed(one[index]) for index in there] if one else [] for one in lists]
     made = _step([*given, *more], groups, tuple(whose[index] for index in there))
     new = [list(one) for one in written]
     for place, changed in zip(new, made, strict=True):
         for index, array in zip(there if place else [], changed, strict=True):
             place[index] = array.reshape(place[index].shape)
     return new
-
-
-def _taken(array: Any) -> Any:
-    """An array as a launcher takes it: neither in float64, which a gradient may be, nor of many dimensions."""
-    array = jnp.asarray(array, None if str(array.dtype) in DTYPE_BYTES else jnp.float32)
-    return array if array.ndim <= _MAX_RANK else array.reshape(-1)
 
 
 def _step(lists: list[list[Any]], groups: tuple[_Group, ...], whose: tuple[int, ...]) -> list[list[Any]]:
@@ -202,29 +194,3 @@ def _plain(count: int, twins: int, groups: tuple[_Group, ...], whose: tuple[int,
 def _correction(step: Any, beta: float) -> Any:
     """1 - beta^step; by expm1, since in fp32 the difference would lose four digits at step 1 with beta 0.9999."""
     return -jnp.expm1(step * (math.log(beta) if beta else -jnp.inf))
-
-
-# ---- the norm --------------------------------------------------------------------------------------------------------
-
-
-def global_norm(tree: Any) -> Any:
-    """The Euclidean norm of all elements of all leaves: a 0-dim fp32 array; 0 of none."""
-    leaves = jax.tree.leaves(tree)
-    for index, leaf in enumerate(leaves):
-        check_are_arrays("global_norm", {f"leaf {index}": leaf}, {})
-        if not jnp.issubdtype(leaf.dtype, jnp.floating):
-            rule = "global_norm: leaves must be of a real floating-point dtype"
-            raise refuse(rule, f"number {index} of {leaf.dtype}", "Leave it out.")
-    leaves = [_taken(leaf) for leaf in leaves if leaf.size]
-    if not leaves:
-        return jnp.zeros((), jnp.float32)
-    chunks = sum(-(-leaf.size // contract.NORM_CHUNK) for leaf in leaves)
-    partial = jnp.zeros((chunks,), jnp.float32)
-    results = (jax.ShapeDtypeStruct((chunks,), jnp.float32), jax.ShapeDtypeStruct((), jnp.float32))
-    scalars = [float(len(leaves))]
-    return call("global_norm", _plain_norm, [*leaves, partial], results, scalars, {len(leaves): 0})[1]
-
-
-def _plain_norm(*tensors: Any) -> tuple[Any, ...]:
-    squares = [jnp.sum(jnp.square(leaf.astype(jnp.float32))) for leaf in tensors[:-1]]
-    return tensors[-1], jnp.sqrt(sum(squares))
