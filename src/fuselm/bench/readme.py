@@ -1,7 +1,7 @@
 """Writes the figures of README.md, and gpu/roofline.png, from the records in gpu/; nobody types a figure.
 
 Knows the records' rows and the marks in the README, nothing else: roofline from gpu/h200.json, training from
-gpu/train.json.
+gpu/train.json, AdamW from gpu/optimizer.json.
 
     python -m fuselm.bench.readme            # write
     python -m fuselm.bench.readme --check    # exit code 1 when the README says something else than the record
@@ -27,6 +27,7 @@ from fuselm.files import write_whole
 BEGIN, END = "<!-- roofline:begin -->", "<!-- roofline:end -->"
 RECORD, PICTURE, README = Path("gpu/h200.json"), Path("gpu/roofline.png"), Path("README.md")
 TRAINING = Path("gpu/train.json")
+OPTIMIZER, OPTIMIZER_BEGIN, OPTIMIZER_END = Path("gpu/optimizer.json"), "<!-- adamw:begin -->", "<!-- adamw:end -->"
 TITLES = {
     "fused": "fuselm",
     "torch": "torch",
@@ -86,6 +87,26 @@ def _by(op: str, missed: Sequence[Finding]) -> str:
     values = [(finding.value, finding.limit) for finding in missed if finding.op == op and finding.value]
     worst = max((max(value / limit, limit / value) for value, limit in values), default=None)
     return "not measured" if worst is None else f"by {worst - 1:.1%} at worst"
+
+
+def optimizer_block(record: Mapping[str, Any]) -> str:
+    """A paragraph on AdamW and the norm of gradients, marks included."""
+    rows = {(row["op"], row["case"], row["impl"]): row for row in record["rows"]}
+    us = {key: f"{row['gpu_us']:,.0f}" for key, row in rows.items()}
+    step = ("adamw", "fp32")
+    return "\n".join(
+        [
+            OPTIMIZER_BEGIN,
+            f"A step of AdamW over the {record['parameters'] / 1e6:.0f} M fp32 parameters of {record['preset']} takes "
+            f"{us[*step, 'fused']} µs on an {record['gpu']} (torch {record['versions']['torch']}, {record['date']}), "
+            f"{rows[*step, 'fused']['share_of_copy']:.2f} times as fast as a copy of the same bytes; torch's fused one "
+            f"takes {us[*step, 'torch']}, its `foreach` one {us[*step, 'torch, foreach']}. With bf16 parameters and "
+            f"fp32 masters it takes {us['adamw', 'bf16 with masters', 'fused']}. The norm of all gradients takes "
+            f"{us['global_norm', 'fp32', 'fused']} µs, torch's {us['global_norm', 'fp32', 'torch']}. The figures are "
+            f"those of `{OPTIMIZER.as_posix()}`, which `python -m fuselm.bench.optimizer` writes.",
+            OPTIMIZER_END,
+        ]
+    )
 
 
 def replaced(readme: str, new: str, begin: str = BEGIN, end: str = END) -> str:
@@ -180,6 +201,13 @@ def _decode(rows: Sequence[Row]) -> list[str]:
     return [*lines, ""] if lines else []
 
 
+# The blocks beside the roofline's, each made of a record of its own.
+OTHERS = (
+    (TRAINING, training_block, TRAINING_BEGIN, TRAINING_END),
+    (OPTIMIZER, optimizer_block, OPTIMIZER_BEGIN, OPTIMIZER_END),
+)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Write or check; run from the root of the repository."""
     parser = argparse.ArgumentParser(prog="python -m fuselm.bench.readme", description=__doc__.partition("\n")[0])
@@ -191,9 +219,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     record, readme = merging.load(RECORD) or {}, README.read_text(encoding="utf-8")
     try:
         wanted = replaced(readme, block(record))
-        if TRAINING.exists():
-            training = json.loads(TRAINING.read_text(encoding="utf-8"))
-            wanted = replaced(wanted, training_block(training), TRAINING_BEGIN, TRAINING_END)
+        for path, made_of, begin, end in OTHERS:
+            if path.exists():
+                wanted = replaced(wanted, made_of(json.loads(path.read_text(encoding="utf-8"))), begin, end)
     except ValueError as error:
         sys.exit(f"readme: {error}")
     if given.check:
