@@ -46,3 +46,12 @@ def test_losses_example_finds_no_difference_that_matters() -> None:
     assert max(float(number) for numbers in found for number in numbers) < 1e-5  # of fp32, relative to the largest
     assert any("128 of 256 losses are 0" in line for line in lines)
     assert any(line.startswith("what ran: ") for line in lines)
+
+
+def test_decoder_example_learns_where_to_look() -> None:
+    lines = run(ROOT / "examples" / "decoder.py").splitlines()
+    found = re.fullmatch(r"loss fell from (\d\.\d\d) to (\d\.\d\d) in \d+ steps", lines[0])
+    assert found, lines
+    assert float(found[1]) > 2.5  # of 16 words: ln 16 is 2.8
+    assert float(found[2]) < 0.7  # to guess among the three words of a text would be ln 3, 1.1
+    assert lines[1].startswith("what ran: ")
