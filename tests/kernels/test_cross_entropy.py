@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fuselm import ops
 from fuselm.kernels.spec import RefusedInput
-from fuselm.kernels.torch_ops import cross_entropy as raw
+from fuselm.kernels.torch_ops import cross_entropy_plain
 from fuselm.kernels.torch_ops.cross_entropy import cross_entropy_reference, torch_loss
 from tests.kernels.problems import DEVICES
 
@@ -523,7 +523,7 @@ def test_parts_of_the_rows_have_the_bits_of_all_of_them(
     options = [{"reduction": reduction, "inplace": inplace, **ALL} for inplace in (False, True)]
     whole = [gradient(logits, targets, 0.5, **each) for each in options]
     for part in (1, 7, 50, 200):  # elements; rows of these shapes have seven
-        monkeypatch.setattr(raw, "_PART", part)
+        monkeypatch.setattr(cross_entropy_plain, "PART", part)
         for given in (logits, apart):
             for each, (loss, dlogits) in zip(options, whole, strict=True):
                 found = gradient(given, targets, 0.5, **each)

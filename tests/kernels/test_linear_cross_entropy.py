@@ -25,7 +25,7 @@ from fuselm import ops
 from fuselm.kernels import linear_cross_entropy as contract
 from fuselm.kernels import torch_ops
 from fuselm.kernels.spec import RefusedInput, Tolerance
-from fuselm.kernels.torch_ops import blocks, pieces, weight_sum
+from fuselm.kernels.torch_ops import blocks, cross_entropy_plain, pieces, weight_sum
 from fuselm.kernels.torch_ops import cross_entropy as rows_loss
 from fuselm.kernels.torch_ops import linear_cross_entropy as torch_head_loss
 from fuselm.kernels.torch_ops.blocks import DWEIGHT, Blocks
@@ -218,7 +218,7 @@ class Peak(TorchDispatchMode):
 def test_a_cpu_holds_no_more_than_the_logits_may_take(
     dtype: torch.dtype, reduction: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rows_loss, "_PART", 1 << 12)
+    monkeypatch.setattr(cross_entropy_plain, "PART", 1 << 12)
     for name in ("_inplace", "_backward"):  # raw ops would hide what they make
         monkeypatch.setattr(rows_loss, name, getattr(rows_loss, "_plain" + name))
     given = head(512, 8, 1000, dtype)

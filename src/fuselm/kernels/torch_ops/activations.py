@@ -25,52 +25,67 @@ _TANH = "bool tanh=False, "
 
 # ---- plain formulas, in fp32 ---------------------------------------------------------------------------------------
 # Of exp and erfc alone: torch's CPU kernels of silu, gelu and sigmoid give the last few numbers of a tensor by
-# other code than those before, and a number's result may not depend on its place.
+# other code than those before, and a number's result may not depend on its place. Each step is taken in the memory of
+# the one before: on a CPU a new array of a megabyte costs more than the arithmetic that fills it.
 
 
 def silu(x: Tensor) -> Tensor:
     """x / (1 + exp(-x))."""
-    return x / (1 + torch.exp(-x))
+    below = _one_and_exp(torch.neg(x))
+    return torch.div(x, below, out=below)
 
 
 def silu_slope(x: Tensor) -> Tensor:
-    """Its derivative."""
-    share = 1 / (1 + torch.exp(-x))
-    return share * (1 + x * (1 - share))
+    """Its derivative: s (1 + x (1 - s)), s being 1 / (1 + exp(-x))."""
+    share = _one_and_exp(torch.neg(x)).reciprocal_()
+    return torch.rsub(share, 1).mul_(x).add_(1).mul_(share)
 
 
 def gelu(x: Tensor, tanh: bool = False) -> Tensor:
     """x times the normal distribution's share below x, or GPT-2's formula."""
-    return x / (1 + torch.exp(-_twice_u(x))) if tanh else x * _normal_share(x)
+    if not tanh:
+        return _normal_share(x).mul_(x)
+    below = _one_and_exp(_twice_u(x).neg_())
+    return torch.div(x, below, out=below)
 
 
 def gelu_slope(x: Tensor, tanh: bool = False) -> Tensor:
     """Its derivative."""
     if not tanh:
-        return _normal_share(x) + x * (torch.exp(-0.5 * x * x) / math.sqrt(2 * math.pi))
+        density = torch.mul(x, -0.5).mul_(x).exp_().div_(math.sqrt(2 * math.pi))
+        return density.mul_(x).add_(_normal_share(x))
     # Of exp(-|2 u|), of which nothing cancels.
-    power = torch.exp(-_twice_u(x).abs())
-    larger = 1 / (1 + power)
-    share = torch.where(x < 0, power * larger, larger)
-    return share + x * (power * larger * larger) * (math.sqrt(8 / math.pi) * (1 + 3 * 0.044715 * x * x))
+    power = _twice_u(x).abs_().neg_().exp_()
+    larger = (power + 1).reciprocal_()
+    smaller = power.mul_(larger)
+    share = torch.where(x < 0, smaller, larger)
+    steepness = torch.mul(x, 3 * 0.044715).mul_(x).add_(1).mul_(math.sqrt(8 / math.pi))
+    return smaller.mul_(larger).mul_(x).mul_(steepness).add_(share)
 
 
 def relu2(x: Tensor) -> Tensor:
     """The square of x where it is positive, else 0."""
-    return torch.relu(x).square()
+    return torch.relu(x).square_()
 
 
 def relu2_gradient(dy: Tensor, x: Tensor) -> Tensor:
     """0 where x is not positive, whatever dy is."""
-    return torch.where(x <= 0, 0.0, dy * (2 * x))
+    gradient: Tensor = torch.ops.aten.threshold_backward(torch.mul(x, 2).mul_(dy), x, 0)
+    return gradient
+
+
+def _one_and_exp(x: Tensor) -> Tensor:
+    """1 + exp(x), in x's memory."""
+    return x.exp_().add_(1)
 
 
 def _normal_share(x: Tensor) -> Tensor:
-    return 0.5 * torch.erfc(x * -math.sqrt(0.5))
+    return torch.mul(x, -math.sqrt(0.5)).erfc_().mul_(0.5)
 
 
 def _twice_u(x: Tensor) -> Tensor:
-    return math.sqrt(8 / math.pi) * (x + 0.044715 * x * x * x)
+    """sqrt(8 / pi) (x + 0.044715 x^3)."""
+    return torch.mul(x, 0.044715).mul_(x).mul_(x).add_(x).mul_(math.sqrt(8 / math.pi))
 
 
 # ---- raw ops and autograd ------------------------------------------------------------------------------------------
@@ -90,7 +105,7 @@ Formula = Callable[..., Tensor]  # of fp32 tensors and the options
 
 def by_slope(slope: Formula) -> Formula:
     """The gradient that is dy times a slope."""
-    return lambda dy, x, *options: dy * slope(x, *options)
+    return lambda dy, x, *options: slope(x, *options).mul_(dy)
 
 
 def unary(op: str, check: Callable[..., None], value: Formula, gradient: Formula, *, tanh: bool = False) -> Raw:
@@ -113,12 +128,16 @@ def gated(op: str, check: Callable[..., None], value: Formula, slope: Formula, *
 
     def plain_forward(packed: Tensor, *options: Any) -> Tensor:
         gate, up = halves(packed, None)
-        return (value(_rows(gate), *options) * _rows(up)).to(packed.dtype)
+        return value(_rows(gate), *options).mul_(up).to(packed.dtype)
 
     def plain_backward(dy: Tensor, packed: Tensor, *options: Any) -> Tensor:
         gate, up = halves(packed, None)
-        dgate = _rows(dy) * _rows(up) * slope(_rows(gate), *options)
-        return torch.cat((dgate, _rows(dy) * value(_rows(gate), *options)), dim=-1).to(packed.dtype)
+        dy, gate = _rows(dy), _rows(gate)
+        made = torch.empty(packed.shape, dtype=torch.float32, device=packed.device)
+        dgate, dup = halves(made, None)
+        torch.mul(slope(gate, *options).mul_(up), dy, out=dgate)
+        torch.mul(value(gate, *options), dy, out=dup)
+        return made.to(packed.dtype)
 
     def fake_forward(packed: Tensor) -> Tensor:
         return packed.new_empty((*packed.shape[:-1], packed.shape[-1] // 2))
@@ -139,7 +158,7 @@ def halves(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
 
 def _rows(tensor: Tensor) -> Tensor:
     """In fp32 and contiguous, as results are: torch's are laid out as what they are made of."""
-    return tensor.float().contiguous()
+    return tensor.detach().float().contiguous()
 
 
 def _one_input(
@@ -198,7 +217,7 @@ def apart(op: str, check: Callable[..., None], value: Formula, slope: Formula, *
 
     def plain_forward(gate: Tensor, up: Tensor, *rest: Any) -> Tensor:
         check(gate, up, *rest[:count])
-        return (value(_rows(gate), *rest[:count]) * _rows(up)).to(gate.dtype)
+        return value(_rows(gate), *rest[:count]).mul_(up).to(gate.dtype)
 
     def fake_forward(gate: Tensor, up: Tensor, *rest: Any) -> Tensor:
         check(gate, up, *rest[:count])
@@ -208,9 +227,9 @@ def apart(op: str, check: Callable[..., None], value: Formula, slope: Formula, *
         options, outputs = rest[:count], _mask(rest[count:])
         dgate = dup = None
         if outputs & _FIRST:
-            dgate = (_rows(dy) * _rows(up) * slope(_rows(gate), *options)).to(gate.dtype)
+            dgate = slope(_rows(gate), *options).mul_(up).mul_(dy).to(gate.dtype)
         if outputs & _SECOND:
-            dup = (_rows(dy) * value(_rows(gate), *options)).to(up.dtype)
+            dup = value(_rows(gate), *options).mul_(dy).to(up.dtype)
         return dgate, dup
 
     def fake_backward(dy: Tensor, gate: Tensor, up: Tensor, *rest: Any) -> tuple[Tensor | None, Tensor | None]:

@@ -23,7 +23,7 @@ from typing import Any
 
 IMPLS = ("auto", "fused", "torch")
 HERE = Path(__file__).parent
-NOT_OPS = ("__init__", "activations", "blocks", "choose", "elementwise", "pieces", "weight_sum")
+NOT_OPS = ("__init__", "activations", "blocks", "choose", "cross_entropy_plain", "elementwise", "pieces", "weight_sum")
 
 
 @cache

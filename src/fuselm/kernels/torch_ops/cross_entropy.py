@@ -1,8 +1,8 @@
 """Cross-entropy for PyTorch: the raw ops, their plain and fake implementations, autograd, and the function people call.
 
 The contract is kernels/cross_entropy.py. On CUDA the raw ops run cross_entropy.cu; elsewhere the plain implementations
-below. Where a gradient will be wanted, forward makes it at once, for an incoming gradient of 1; backward hands it out,
-corrected if something else arrives.
+below, of the formulas in cross_entropy_plain.py. Where a gradient will be wanted, forward makes it at once, for an
+incoming gradient of 1; backward hands it out, corrected if something else arrives.
 
     loss = cross_entropy(logits, targets)
     losses = cross_entropy(logits, targets, reduction="none", softcap=30.0)
@@ -10,7 +10,6 @@ corrected if something else arrives.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -29,6 +28,7 @@ from fuselm.kernels.torch_ops import (
     refuse_second_gradient,
     register,
 )
+from fuselm.kernels.torch_ops.cross_entropy_plain import counting, gradient_of, losses_of, parts, wide_dtype
 
 # Mask of wanted outputs, for (loss, losses, lse, counted, dlogits).
 _LOSS, _LOSSES, _LSE, _COUNTED, _DLOGITS = 1, 2, 4, 8, 16
@@ -297,21 +297,6 @@ _apply_inplace = direct_apply(_InplaceCrossEntropy)
 
 # ---- raw ops -------------------------------------------------------------------------------------------------------
 
-# The formulas below hold half a dozen fp32 arrays of what they are given: no more elements at a time than this.
-_PART = 1 << 20
-
-
-def _parts(*tensors: Any) -> Iterator[tuple[Any, ...]]:
-    """Some rows after others of these, logits first; what has no rows, or is not there, goes with each of them."""
-    logits: Tensor = tensors[0]
-    if logits.dim() == 1 or logits.numel() <= _PART:
-        yield tensors
-        return
-    step = _PART // logits[0].numel()
-    for start in range(0, len(logits), max(step, 1)):
-        own: Any = slice(start, start + step) if step else start
-        yield from _parts(*(t if t is None or not t.dim() else t[own] for t in tensors))
-
 
 def _plain_forward(logits: Tensor, *others: Any) -> tuple[Tensor | None, ...]:
     dlogits = torch.empty_like(logits, memory_format=torch.contiguous_format) if others[-1] & _DLOGITS else None
@@ -337,40 +322,18 @@ def _plain_into(
     """Loss, losses, lse and how many counted, as far as wanted; the gradient, where there is a place for it."""
     scalars = (ignore_index, label_smoothing, z_loss, softcap)
     _check_raw(logits, targets, *scalars)
-    counted = _counting(targets, logits.shape[-1], ignore_index)[0].sum(dtype=torch.float32) if count is None else count
+    counted = counting(targets, logits.shape[-1], ignore_index)[0].sum(dtype=torch.float32) if count is None else count
     one = torch.ones((), dtype=torch.float32, device=logits.device)
     losses, lse = (torch.empty(targets.shape, dtype=torch.float32, device=logits.device) for _ in range(2))
-    for own, own_targets, own_losses, own_lse, own_into in _parts(logits, targets, losses, lse, into):
-        found, found_lse = _losses(own, own_targets, *scalars)
+    for own, own_targets, own_losses, own_lse, own_into in parts(logits, targets, losses, lse, into):
+        found, found_lse = losses_of(own, own_targets, *scalars)
         own_losses.copy_(found), own_lse.copy_(found_lse)
         if into is not None:
-            own_into.copy_(_gradient(own, own_targets, found_lse, one, counted if mean else None, *scalars))
+            own_into.copy_(gradient_of(own, own_targets, found_lse, one, counted if mean else None, *scalars))
     total = losses.sum(dtype=wide_dtype(losses))
     loss = (total / counted.clamp(min=1) if mean else total).float()
     made = (loss, losses, lse, counted if count is None else None)
     return tuple(tensor if outputs & (1 << at) else None for at, tensor in enumerate(made))
-
-
-def _losses(logits: Tensor, targets: Tensor, *scalars: Any) -> tuple[Tensor, Tensor]:
-    """Of each row, with its lse."""
-    ignore_index, label_smoothing, z_loss, softcap = scalars
-    t = _capped(logits, softcap)
-    # One pass, and from the distances to the largest logit: smaller numbers than the lse, and so rounded less.
-    log_shares = torch.log_softmax(t, dim=-1)
-    counts, inside = _counting(targets, logits.shape[-1], ignore_index)
-    at_target = log_shares.gather(-1, inside[..., None])[..., 0]
-    lse = t.gather(-1, inside[..., None])[..., 0] - at_target
-    losses = (label_smoothing - 1) * at_target
-    if label_smoothing:
-        losses = losses - label_smoothing * log_shares.mean(-1)
-    if z_loss:
-        losses = losses + z_loss * lse.square()
-    return torch.where(counts, losses, 0.0), lse
-
-
-def wide_dtype(losses: Tensor) -> torch.dtype:
-    """What losses are added up in: many of them make a sum that fp32 is coarse for."""
-    return torch.float32 if losses.device.type == "mps" else torch.float64  # which MPS lacks
 
 
 def _plain_backward(
@@ -379,27 +342,6 @@ def _plain_backward(
     dlogits = torch.empty_like(logits, memory_format=torch.contiguous_format)
     _plain_correct(dlogits, logits, targets, lse, dloss, count, *scalars, unless_one=False)
     return dlogits
-
-
-def _gradient(
-    logits: Tensor, targets: Tensor, lse: Tensor, dloss: Tensor, count: Tensor | None, *scalars: Any
-) -> Tensor:
-    ignore_index, label_smoothing, z_loss, softcap = scalars
-    counts, inside = _counting(targets, logits.shape[-1], ignore_index)
-    factor = dloss if count is None else dloss / count.clamp(min=1)
-    factor = torch.where(counts, factor, 0.0)[..., None]  # [..., 1]
-    t = _capped(logits, softcap)
-    gradient = torch.softmax(t, dim=-1)  # exp(t - lse) would carry the rounding of the lse
-    if z_loss:
-        gradient = gradient * (1 + 2 * z_loss * lse[..., None])
-    if label_smoothing:
-        gradient = gradient - label_smoothing / logits.shape[-1]
-    less = torch.full_like(inside[..., None], label_smoothing - 1, dtype=torch.float32)
-    gradient.scatter_add_(-1, inside[..., None], less)
-    if softcap:
-        gradient = gradient * (1 - (t / softcap).square())
-    # A row that does not count has gradient 0 whatever its logits are, NaN included.
-    return torch.where(counts[..., None], factor * gradient, 0.0).to(logits.dtype)
 
 
 def _plain_correct(
@@ -415,28 +357,15 @@ def _plain_correct(
     if unless_one and dloss.device.type == "cpu" and bool((dloss == 1).all()):
         return
     if logits is None:
-        for own, factor in _parts(dlogits, dloss):
+        for own, factor in parts(dlogits, dloss):
             own.copy_(own.float() * (factor[..., None] if factor.dim() else factor))
         return
-    for own, *given, into in _parts(logits, targets, lse, dloss, dlogits):
-        into.copy_(_gradient(own, *given, count, *scalars_and_outputs[:4]))
+    for own, *given, into in parts(logits, targets, lse, dloss, dlogits):
+        into.copy_(gradient_of(own, *given, count, *scalars_and_outputs[:4]))
 
 
 def _check_raw(logits: Tensor, targets: Tensor, ignore_index: int, smoothing: float, z_loss: float, cap: float) -> None:
     _check(logits, targets, ignore_index, smoothing, z_loss, cap or None, "mean")
-
-
-def _capped(logits: Tensor, softcap: float) -> Tensor:
-    """In fp32 and contiguous: torch adds up in the order of the strides, and a row's sum must not depend on those."""
-    t = logits.float().contiguous()
-    return softcap * torch.tanh(t / softcap) if softcap else t
-
-
-def _counting(targets: Tensor, width: int, ignore_index: int) -> tuple[Tensor, Tensor]:
-    """Which targets count, and all of them brought into range, to index with."""
-    wide = targets.long()
-    inside = wide.clamp(0, width - 1)
-    return (wide == inside) & (wide != ignore_index), inside
 
 
 def _fake_forward(

@@ -172,11 +172,11 @@ def _plain_forward(
     mean = h.float().mean(-1)
     centred = h.float() - mean[..., None]
     rstd = torch.rsqrt(centred.square().mean(-1) + eps)
-    y = centred * rstd[..., None]
+    y = centred.mul_(rstd[..., None])  # in its place, as below: on a CPU new arrays cost more than the arithmetic
     if weight is not None:
-        y = y * weight.float()
+        y.mul_(weight.float())
     if bias is not None:
-        y = y + bias.float()
+        y.add_(bias.float())
     residual_out = h if residual is not None and outputs & _RESIDUAL_OUT else None
     return (
         y.to(x.dtype) if outputs & _Y else None,
@@ -188,7 +188,7 @@ def _plain_forward(
 
 def _rows(tensor: Tensor) -> Tensor:
     """In fp32 and contiguous: torch adds up in the order of the strides, and a row's sum must not depend on those."""
-    return tensor.float().contiguous()
+    return tensor.detach().float().contiguous()
 
 
 def _fake_forward(
@@ -216,16 +216,18 @@ def _plain_backward(
     outputs: int,
 ) -> Outputs:
     dy32, width = _rows(dy), dy.shape[-1]
-    xhat = (_rows(h) - mean[..., None]) * rstd[..., None]
+    xhat = (_rows(h) - mean[..., None]).mul_(rstd[..., None])
     g = dy32 if weight is None else dy32 * weight.float()
-    dh = rstd[..., None] * (g - g.mean(-1, keepdim=True) - xhat * (g * xhat).mean(-1, keepdim=True))
+    along = g * xhat
+    share = along.mean(-1, keepdim=True)
+    dh = (g - g.mean(-1, keepdim=True)).sub_(torch.mul(xhat, share, out=along)).mul_(rstd[..., None])
     if dresidual_out is not None:
-        dh = dh + dresidual_out.float()
+        dh.add_(dresidual_out.float())
     dx = dh.to(dy.dtype) if outputs & _DX else None
     dresidual = dh.to(h.dtype, copy=True) if outputs & _DRESIDUAL else None
     dweight = dbias = None
     if weight is not None and outputs & _DWEIGHT:
-        dweight = (dy32 * xhat).reshape(-1, width).sum(0).to(weight.dtype)
+        dweight = xhat.mul_(dy32).reshape(-1, width).sum(0).to(weight.dtype)
     if bias is not None and outputs & _DBIAS:
         dbias = dy32.reshape(-1, width).sum(0).to(bias.dtype)
     return dx, dresidual, dweight, dbias

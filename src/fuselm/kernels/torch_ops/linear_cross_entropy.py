@@ -29,6 +29,7 @@ from fuselm.kernels.torch_ops import (
 )
 from fuselm.kernels.torch_ops import cross_entropy as rows_loss
 from fuselm.kernels.torch_ops.blocks import DBIAS, DHIDDEN, DWEIGHT, Blocks, Gradients, sum_dtype
+from fuselm.kernels.torch_ops.cross_entropy_plain import wide_dtype
 from fuselm.kernels.torch_ops.pieces import Pieces
 
 # So many losses at most, of one block of rows, are counted and added up by the loss's own block of threads; more by
@@ -285,7 +286,7 @@ def _count(targets: Tensor, ignore_index: int, vocabulary: int) -> Tensor:
 
 def _total(losses: Tensor, count: Tensor | None) -> Tensor:
     """Their sum, or their mean over `count`, rounded once: many fp32 losses make a sum that fp32 is coarse for."""
-    total = losses.sum(dtype=rows_loss.wide_dtype(losses))
+    total = losses.sum(dtype=wide_dtype(losses))
     return total.float() if count is None else torch.div(total, count, out=losses.new_empty(()))
 
 

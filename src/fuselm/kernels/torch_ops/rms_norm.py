@@ -181,17 +181,19 @@ def _plain_forward(
     _check(x, weight, residual, eps, offset, "gemma")
     h = _rows(x) if residual is None else (_rows(x) + _rows(residual)).to(residual.dtype)
     rstd = torch.rsqrt(h.float().square().mean(-1) + eps)
-    xhat = h.float() * rstd[..., None]
+    y = h.float() * rstd[..., None]
     if round_first:
-        xhat = xhat.to(x.dtype).float()
-    y = (xhat if weight is None else xhat * (weight.float() + offset)).to(x.dtype)
+        y = y.to(x.dtype).float()
+    if weight is not None:
+        y.mul_(weight.float() + offset)  # in its place, as below: on a CPU new arrays cost more than the arithmetic
+    y = y.to(x.dtype)
     residual_out = h if residual is not None and outputs & _RESIDUAL_OUT else None
     return y if outputs & _Y else None, residual_out, rstd if outputs & _RSTD else None
 
 
 def _rows(tensor: Tensor) -> Tensor:
     """In fp32 and contiguous: torch adds up in the order of the strides, and a row's sum must not depend on those."""
-    return tensor.float().contiguous()
+    return tensor.detach().float().contiguous()
 
 
 def _fake_forward(
@@ -223,14 +225,16 @@ def _plain_backward(
     dy32 = _rows(dy)
     xhat = _rows(h) * rstd[..., None]
     g = dy32 if weight is None else dy32 * (weight.float() + offset)
-    dh = rstd[..., None] * (g - xhat * (g * xhat).mean(-1, keepdim=True))
+    dh = g * xhat
+    share = dh.mean(-1, keepdim=True)
+    torch.sub(g, torch.mul(xhat, share, out=dh), out=dh).mul_(rstd[..., None])
     if dresidual_out is not None:
-        dh = dh + dresidual_out.float()
+        dh.add_(dresidual_out.float())
     dx = dh.to(dy.dtype) if outputs & _DX else None
     dresidual = dh.to(h.dtype, copy=True) if outputs & _DRESIDUAL else None
     dweight = None
     if weight is not None and outputs & _DWEIGHT:
-        dweight = (dy32 * xhat).reshape(-1, dy.shape[-1]).sum(0).to(weight.dtype)
+        dweight = xhat.mul_(dy32).reshape(-1, dy.shape[-1]).sum(0).to(weight.dtype)
     return dx, dresidual, dweight
 
 
