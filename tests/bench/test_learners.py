@@ -143,3 +143,34 @@ def test_what_needs_a_gpu_is_refused_without_one(data: dict[str | int, str], tmp
         run("fused-graph", task("tiny", data), tmp_path / "graph")
     with pytest.raises(ValueError, match="'fused' runs kernels"):
         run("fused-norm", task("tiny", data), tmp_path / "norm")
+
+
+# --- on a GPU --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
+@pytest.mark.parametrize(
+    ("preset", "name", "precision"),
+    [
+        ("naive-char", "fused", "bf16"),
+        ("naive-char", "fused-graph", "bf16"),
+        ("naive-char", "fused-graph", "fp16"),
+        ("tinystories", "fused-graph", "bf16"),
+        ("tinystories", "fused-deterministic", "bf16"),
+        ("moe-60m", "fused-norm", "fp16"),
+        ("moe-60m", "fused", "fp16"),
+        ("moe-60m", "fused-graph", "bf16"),
+    ],
+)
+def test_on_a_gpu_a_learner_runs_kernels_and_learns_what_torchs_ops_do(
+    preset: str, name: str, precision: str, data: dict[str | int, str], tmp_path: Path
+) -> None:
+    one = task(preset, data, device="cuda", precision=precision, profile=True)
+    row, base = (run(who, one, tmp_path / who) for who in (name, "torch"))
+    assert row["precision"] == precision
+    assert row["losses"] == pytest.approx(base["losses"], rel=0.02)
+    kinds = [{kernel["kind"] for kernel in found["profile"]["kernels"]} for found in (row, base)]
+    assert {"fuselm", "matmul"} <= kinds[0]
+    assert "fuselm" not in kinds[1]
+    assert 0 < row["peak_memory_gib"] < 4
