@@ -36,13 +36,16 @@ def played_by_the_host(work: Callable[[], Sums], parameters: Sequence[Tensor]) -
     grads = [parameter.grad for parameter in parameters]
 
     def replay() -> None:
+        kept = [parameter.grad for parameter in parameters]
         again = work()
         for there, new in zip(sums, again, strict=True):
             there.copy_(new)
         for parameter, grad in zip(parameters, grads, strict=True):
             assert (grad is None) == (parameter.grad is None)
             if grad is not None and parameter.grad is not None:
-                parameter.grad = grad.copy_(parameter.grad)
+                grad.copy_(parameter.grad)
+        for parameter, was in zip(parameters, kept, strict=True):  # a graph writes memory, and sets no attribute
+            parameter.grad = was
 
     return sums, replay
 
@@ -57,7 +60,8 @@ def host(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return played_by_the_host(work, parameters)
 
     monkeypatch.setattr(graph, "record", counted)
-    monkeypatch.setattr(train, "check_device", lambda device: None)
+    for module in (graph, train):
+        monkeypatch.setattr(module, "has_graphs", lambda device: True)
     return recordings
 
 
@@ -159,68 +163,133 @@ def test_a_cpu_has_no_graphs_and_that_is_said_before_anything_is_made(data: Path
         check_run(trainer.run.model, TrainConfig(cuda_graph=True), trainer.shards, "cpu")
 
 
-def test_a_step_that_waits_for_the_gpu_is_refused_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(work: Any, parameters: Any) -> Any:
-        raise RuntimeError("CUDA error: operation not permitted when stream is capturing\nmore of it")
+def test_a_run_begun_with_graphs_goes_on_without_where_there_are_none(
+    data: Path, tmp_path: Path, host: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, _ = trained(tmp_path / "whole", data, {"dropout": 0.2}, cuda_graph=True)
+    first, _ = begin(tmp_path / "parts", data, model={"dropout": 0.2}, train={"cuda_graph": True})
+    stop_after(first, 5)
+    with pytest.raises(Interrupted):
+        first.train()
+    recorded = len(host)
+    monkeypatch.undo()
+    second, _ = trained(tmp_path / "parts", data, {"dropout": 0.2}, cuda_graph=True)
+    assert len(host) == recorded
+    assert_same_state(second.run, whole.run)
 
-    monkeypatch.setattr(graph, "record", fails)
+
+def test_a_gradient_that_somebody_took_away_is_missed_at_once(host: list[int]) -> None:
     one = model()
-    with pytest.raises(ValueError, match=r"cannot be recorded \(CUDA error: operation .* capturing\)\. Leave"):
-        GraphedGradients(one.loss, list(one.parameters()), parts=2)(parts_of(2))
-
-
-def test_too_little_memory_is_told_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(work: Any, parameters: Any) -> Any:
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    monkeypatch.setattr(graph, "record", fails)
-    one = model()
-    with pytest.raises(torch.OutOfMemoryError):
-        GraphedGradients(one.loss, list(one.parameters()), parts=2)(parts_of(2))
+    graphed = GraphedGradients(one.loss, list(one.parameters()), parts=2)
+    graphed(parts_of(2))
+    one.norm.weight.grad = None
+    with pytest.raises(AssertionError):
+        graphed(parts_of(2))
 
 
 # --- recording -------------------------------------------------------------------------------------------------------
 
 
+class FakeCuda:
+    """torch's parts around a recording, each of which says that it was called; `trouble` happens when it ends."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.said: list[str] = []
+        self.trouble: Exception | None = None
+        said = self.said
+
+        class Stream:
+            def __init__(self, device: Any = None) -> None:
+                pass
+
+            def wait_stream(self, other: Any) -> None:
+                said.append("wait")
+
+        class Graph:
+            def replay(self) -> None:
+                said.append("replay")
+
+        class Recording:
+            def __init__(self, graph: Any, stream: Any) -> None:
+                pass
+
+            def __enter__(self) -> None:
+                said.append("recording")
+
+            def __exit__(recording, *about: Any) -> None:
+                if self.trouble is not None:
+                    raise self.trouble
+                said.append("recorded")
+
+        for name, fake in {
+            "Stream": Stream,
+            "current_stream": Stream,
+            "stream": lambda stream: contextlib.nullcontext(),
+            "set_stream": lambda stream: said.append("back"),
+            "CUDAGraph": Graph,
+            "graph": Recording,
+            "get_rng_state": lambda device: "as it was",
+            "set_rng_state": lambda state, device: said.append(f"random numbers {state}"),
+        }.items():
+            monkeypatch.setattr(torch.cuda, name, fake)
+
+
 def test_what_warms_up_uses_no_random_number_and_leaves_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The order of things around a recording, each of torch's parts saying that it was called."""
-    said: list[str] = []
-    parameter = torch.ones(2, requires_grad=True)
-
-    class Stream:
-        def __init__(self, device: Any = None) -> None:
-            pass
-
-        def wait_stream(self, other: Any) -> None:
-            said.append("wait")
-
-    class Graph:
-        def replay(self) -> None:
-            said.append("replay")
-
-    @contextlib.contextmanager
-    def recording(one: Graph, stream: Stream) -> Iterator[None]:
-        said.append("recording")
-        yield
-        said.append("recorded")
+    cuda, parameter = FakeCuda(monkeypatch), torch.ones(2, requires_grad=True)
 
     def work() -> Sums:
-        said.append("work" if parameter.grad is None else "work over a gradient")
+        cuda.said.append("work" if parameter.grad is None else "work over a gradient")
         parameter.grad = torch.ones(2)
         return Sums(*torch.zeros(3))
 
-    for name, fake in {
-        "Stream": Stream,
-        "current_stream": Stream,
-        "stream": lambda stream: contextlib.nullcontext(),
-        "CUDAGraph": Graph,
-        "graph": recording,
-        "get_rng_state": lambda device: "as it was",
-        "set_rng_state": lambda state, device: said.append(f"random numbers {state}"),
-    }.items():
-        monkeypatch.setattr(torch.cuda, name, fake)
     _, replay = record(work, [parameter])
     replay()
     warm = ["work", *["work over a gradient"] * (graph.WARM_UPS - 1)]
     expected = ["wait", *warm, "wait", "random numbers as it was", "recording", "work", "recorded", "replay"]
-    assert said == expected
+    assert cuda.said == expected
+
+
+WAITS = RuntimeError("CUDA error: operation not permitted when stream is capturing\nand advice")
+FULL = torch.OutOfMemoryError("CUDA out of memory")
+
+
+@pytest.mark.parametrize(
+    ("inside", "outside", "kind", "says"),
+    [
+        (WAITS, None, ValueError, r"cannot be recorded \(CUDA error: .* capturing\)\. Begin anew with --overwrite"),
+        (
+            WAITS,
+            RuntimeError("failed due to a previous error during capture"),
+            ValueError,
+            r"\(CUDA error: .* capturing",
+        ),
+        (None, RuntimeError("the graph is empty"), ValueError, r"cannot be recorded \(the graph is empty\)"),
+        (FULL, None, torch.OutOfMemoryError, "out of memory"),
+        (FULL, RuntimeError("failed due to a previous error"), torch.OutOfMemoryError, "out of memory"),
+    ],
+)
+def test_a_step_that_cannot_be_recorded_is_refused_with_the_cause(
+    inside: Exception | None, outside: Exception | None, kind: Any, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cuda, made = FakeCuda(monkeypatch), [0]
+    cuda.trouble = outside
+
+    def work() -> Sums:
+        made[0] += 1
+        if made[0] > graph.WARM_UPS and inside is not None:
+            raise inside
+        return Sums(*torch.zeros(3))
+
+    with pytest.raises(kind, match=says):
+        record(work, [torch.ones(2, requires_grad=True)])
+    assert cuda.said[-1] == "back"
+
+
+def test_what_goes_wrong_before_a_recording_is_not_blamed_on_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    FakeCuda(monkeypatch)
+
+    def work() -> Sums:
+        raise RuntimeError("an illegal memory access")
+
+    with pytest.raises(RuntimeError, match="an illegal memory access"):
+        record(work, [torch.ones(2, requires_grad=True)])

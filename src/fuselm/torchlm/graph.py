@@ -6,7 +6,7 @@ them; the gradients it writes are the parameters' own from then on. Knows a mode
 update stays outside, since whether and how far to step depends on numbers that the host reads meanwhile.
 
     graphed = GraphedGradients(model.loss, parameters, parts=4)
-    found = graphed(feed.next(16), scale=scaler.scale)     # as step.gradients(...), with the same bits
+    found = graphed(feed.next(16), scale=scaler.scale)     # as step.gradients(...)
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fuselm.torchlm.step import Found, Loss, Sums, accumulate
+from fuselm.optim import global_norm
+from fuselm.torchlm.step import Found, Loss, Norm, Sums, accumulate
 
 # Before a recording: libraries choose kernels, make handles and take workspaces at their first calls, and a graph may
 # hold none of that.
@@ -26,22 +27,36 @@ WARM_UPS = 3
 Replay = Callable[[], Any]
 
 
+def has_graphs(device: torch.device) -> bool:
+    """Whether work on it can be recorded."""
+    return device.type == "cuda"
+
+
 def check_device(device: torch.device) -> None:
     """Refuse what has no CUDA graphs."""
-    if device.type != "cuda":
+    if not has_graphs(device):
         raise ValueError(f"A CUDA graph is of a GPU's work; the device is {device}. Leave --cuda-graph out.")
 
 
 class GraphedGradients:
     """`step.gradients` with everything but the batches and the scale fixed: shapes, parameters, parts, weights."""
 
-    def __init__(self, loss: Loss, parameters: Sequence[Tensor], *, parts: int, balance_weight: float = 0.0) -> None:
+    def __init__(
+        self,
+        loss: Loss,
+        parameters: Sequence[Tensor],
+        *,
+        parts: int,
+        balance_weight: float = 0.0,
+        norm: Norm = global_norm,
+    ) -> None:
         self.loss, self.parameters = loss, parameters
-        self.parts, self.balance_weight = parts, balance_weight
+        self.fixed: dict[str, Any] = {"parts": parts, "balance_weight": balance_weight, "norm": norm}
         self._places: list[tuple[Tensor, Tensor]] = []  # inputs and targets of each part, [rows, T]
         self._scale = torch.ones((), device=parameters[0].device)
         self._scale_there = 1.0
         self._recorded: tuple[Sums, Replay] | None = None
+        self._gradients: list[Tensor | None] = []
 
     def __call__(self, batches: Iterable[tuple[Tensor, Tensor]], scale: float = 1.0) -> Found:
         """The gradients of these micro-batches. Those of the call before are overwritten, and its sums too."""
@@ -50,9 +65,12 @@ class GraphedGradients:
             self._scale.fill_(scale)
             self._scale_there = scale
         if self._recorded is None:
-            self._recorded = self._record()
+            self._recorded = record(self._work, self.parameters)
+            self._gradients = [parameter.grad for parameter in self.parameters]
         sums, replay = self._recorded
         replay()
+        # Whoever takes a gradient away takes it from all steps to come: the graph goes on writing it elsewhere.
+        assert all(own.grad is there for own, there in zip(self.parameters, self._gradients, strict=True))
         return Found(*sums, scale)
 
     def _bring(self, batches: Iterable[tuple[Tensor, Tensor]]) -> None:
@@ -64,26 +82,7 @@ class GraphedGradients:
                 there.copy_(new)
 
     def _work(self) -> Sums:
-        return accumulate(
-            self.loss,
-            self.parameters,
-            self._places,
-            parts=self.parts,
-            scale=self._scale,
-            balance_weight=self.balance_weight,
-        )
-
-    def _record(self) -> tuple[Sums, Replay]:
-        try:
-            return record(self._work, self.parameters)
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as error:
-            said = str(error).strip().partition("\n")[0]
-            raise ValueError(
-                f"A CUDA graph holds a step that never waits for the GPU; this one cannot be recorded ({said}). "
-                "Leave --cuda-graph out."
-            ) from error
+        return accumulate(self.loss, self.parameters, self._places, scale=self._scale, **self.fixed)
 
 
 def record(work: Callable[[], Sums], parameters: Sequence[Tensor]) -> tuple[Sums, Replay]:
@@ -101,6 +100,25 @@ def record(work: Callable[[], Sums], parameters: Sequence[Tensor]) -> tuple[Sums
     for parameter in parameters:  # what the graph makes is to lie in the graph's own memory
         parameter.grad = None
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        sums = work()
+    before, inside = torch.cuda.current_stream(device), None
+    try:
+        with torch.cuda.graph(graph, stream=stream):
+            try:
+                sums = work()
+            except RuntimeError as error:  # torch will complain that the recording cannot be ended, and hide this
+                inside = error
+                raise
+    except RuntimeError as error:
+        torch.cuda.set_stream(before)  # which torch leaves undone then
+        raise _refusal(inside or error) from error
     return sums, graph.replay
+
+
+def _refusal(cause: RuntimeError) -> Exception:
+    if isinstance(cause, torch.OutOfMemoryError):
+        return cause
+    said = str(cause).strip().partition("\n")[0]
+    return ValueError(
+        f"A CUDA graph holds a step that never waits for the GPU; this one cannot be recorded ({said}). Begin anew "
+        "with --overwrite and without --cuda-graph."
+    )

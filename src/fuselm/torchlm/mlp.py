@@ -67,7 +67,8 @@ class MoE(nn.Module):
     """E experts, each an MLP; a token visits k of them, and no token is ever dropped.
 
     Visits are sorted by expert, so each expert's tokens are neighbours and one grouped matmul does all experts; how
-    many visits each has stays on the device.
+    many visits each has stays on the device. (In bf16 from Hopper on; elsewhere torch's grouped matmul asks for it, and
+    waits.)
     """
 
     def __init__(self, config: ModelConfig, ops: Ops) -> None:

@@ -21,6 +21,7 @@ from torch import Tensor
 from fuselm.optim import AdamW, clip_scale, global_norm
 
 Loss = Callable[[Tensor, Tensor], Any]  # (inputs, targets) -> (mean loss, balance)
+Norm = Callable[[Sequence[Tensor]], Tensor]
 
 
 class Outcome(NamedTuple):
@@ -77,13 +78,15 @@ def gradients(
     parts: int,
     scale: float = 1.0,
     balance_weight: float = 0.0,
+    norm: Norm = global_norm,
 ) -> Found:
     """Accumulate the gradients of `parts` micro-batches of one size: those of their mean loss, times `scale`.
 
     The mean over equal parts of means is the mean over all targets, so the loss is that of one big batch. The balance
-    loss of experts is a product of means, and is balanced within each part.
+    loss of experts is a product of means, and is balanced within each part. `norm` is that of all gradients.
     """
-    sums = accumulate(loss, parameters, batches, parts=parts, scale=scale, balance_weight=balance_weight)
+    fixed: dict[str, Any] = {"parts": parts, "balance_weight": balance_weight, "norm": norm}
+    sums = accumulate(loss, parameters, batches, scale=scale, **fixed)
     return Found(*sums, scale)
 
 
@@ -95,6 +98,7 @@ def accumulate(
     parts: int,
     scale: float | Tensor,
     balance_weight: float,
+    norm: Norm,
 ) -> Sums:
     """The work of `gradients` on the device alone: nothing of it waits, so that a CUDA graph can hold it."""
     for parameter in parameters:
@@ -107,8 +111,8 @@ def accumulate(
         (whole * share).backward()
         losses.append(value.detach())
         balances.append(balance.detach())
-    norm = global_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
-    return Sums(torch.stack(losses).mean(), torch.stack(balances).mean(), norm)
+    length = norm([parameter.grad for parameter in parameters if parameter.grad is not None])
+    return Sums(torch.stack(losses).mean(), torch.stack(balances).mean(), length)
 
 
 def update(optimizer: AdamW, found: Found, *, learning_rate: float, clip: float, limit: float = math.inf) -> None:

@@ -30,7 +30,7 @@ from fuselm.optim import AdamW, decay_groups
 from fuselm.text.tokenizer import Tokenizer
 from fuselm.torchlm.evaluate import Evaluation, evaluate
 from fuselm.torchlm.feed import Feed
-from fuselm.torchlm.graph import GraphedGradients, check_device
+from fuselm.torchlm.graph import GraphedGradients, check_device, has_graphs
 from fuselm.torchlm.log import Listener
 from fuselm.torchlm.memory import pick_micro_batch
 from fuselm.torchlm.model import Transformer
@@ -92,8 +92,8 @@ class Trainer:
         self.run, self.config, self.shards, self.listeners = run, run.train, shards, list(listeners)
         self.on_evaluation = on_evaluation
         self.tokenizer = run.tokenizer()
-        self.device = _device_for(self.config, device)
         checkpoint = run.load("last") if run.has_checkpoint else None
+        self.device = pick_device(device) if checkpoint else _device_for(self.config, device)
         begun_in = checkpoint.state.get("precision") if checkpoint else None  # "auto" may be another one here
         self.precision = _precision_of_run(begun_in, self.config.precision, self.device)
         if self.config.deterministic:
@@ -212,8 +212,9 @@ class Trainer:
         fixed: dict[str, Any] = {
             "parts": self.config.batch_size // self.micro_batch,
             "balance_weight": self.run.model.balance_weight if self.run.model.num_experts else 0.0,
+            "norm": self.model.ops.global_norm,
         }
-        if not self.config.cuda_graph:
+        if not (self.config.cuda_graph and has_graphs(self.device)):
             return gradients(self.loss, self.parameters, batches, scale=scale, **fixed)
         if self._graphed is None:
             self._graphed = GraphedGradients(self.loss, self.parameters, **fixed)
@@ -424,7 +425,7 @@ def check_data(
 
 
 def _device_for(config: TrainConfig, name: str) -> torch.device:
-    """The device of this name, if a run of this config can be trained there."""
+    """The device of this name, if a run of this config can begin there. (Begun with CUDA graphs it goes on without.)"""
     device = pick_device(name)
     if config.cuda_graph:
         check_device(device)
