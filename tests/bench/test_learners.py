@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 import math
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ import torch
 from fuselm.bench import learners, liger
 from fuselm.bench.learners import Task, begun, run
 from fuselm.bench.learning import Plan, prepared
+from fuselm.bench.plain_trainer import PlainTrainer
 from fuselm.config import PRESETS
 
 STEPS = 12
@@ -24,8 +27,9 @@ STEPS = 12
 def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str | int, str]:
     """A few stories by characters and by a small BPE."""
     scratch = tmp_path_factory.mktemp("tokens")
-    plan = Plan(device="cpu", corpus_mb=0.05, small=True)
-    return {tokens: str(prepared(plan, tokens, scratch)) for tokens in ("characters", 512)}
+    plan = Plan(("naive-char", "tiny"), device="cpu", corpus_mb=0.05, small=True)
+    names = {"characters": "naive-char", 512: "tiny"}
+    return {tokens: str(prepared(plan, name, scratch)) for tokens, name in names.items()}
 
 
 @pytest.fixture(autouse=True)
@@ -50,6 +54,7 @@ def test_every_preset_has_a_small_sister_of_its_kind_that_learns(
     assert row["tokens_per_second"] == pytest.approx(1e3 * row["tokens_per_step"] / row["step_ms"], rel=0.01)
     assert row["seconds"] >= row["first_step_s"] + (STEPS - 6) * row["step_ms"] / 1e3 - 0.02
     assert row["peak_memory_gib"] > 0.05
+    assert row["step_ms_p10"] is None  # of one span
     assert row["mfu"] is None  # of a CPU no peak is known
     full, small = PRESETS[name].model(256), task(name, data).chosen().model(256)
     kind = ("norm", "positions", "activation", "attention_path", "num_experts", "dropout", "bias", "tied")
@@ -76,6 +81,7 @@ def test_the_yardstick_learns_what_we_learn(
     plain = run("plain-compile", task(name, data), tmp_path / "plain")
     ours = run("torch", task(name, data), tmp_path / "ours")
     assert [type(model).__name__ for model in compiled] == ["PlainModel"]
+    assert plain["micro_batch"] == 8
     assert plain["losses"] == pytest.approx(ours["losses"], rel=2e-5)
     assert ours["losses"][-1] < ours["losses"][0] - 0.05
 
@@ -94,10 +100,30 @@ def test_a_nudge_is_within_a_rounding_error_and_no_less(data: dict[str | int, st
     assert float((moved > 0).float().mean()) > 0.99
 
 
+def test_spans_of_steps_have_a_spread(monkeypatch: pytest.MonkeyPatch) -> None:
+    moments = iter([5.0, 5.0, 5.1, 5.3, 5.4, 6.4])  # the first is where the clock begins
+    monkeypatch.setattr(learners.time, "monotonic", lambda: next(moments))
+    marks = learners.Marks()
+    for _ in range(4):
+        marks.set()
+    assert marks.begin == 5.0
+    assert marks.spread() == (10.0, 100.0)
+
+
+def test_our_model_is_gone_before_a_plain_one_is_measured(data: dict[str | int, str], tmp_path: Path) -> None:
+    trainer = begun("torch", task("tinystories", data), tmp_path)
+    ours = weakref.ref(trainer.model)
+    plain = PlainTrainer(trainer, compiled=False)
+    gc.collect()
+    assert ours() is None
+    assert plain.build_seconds > 0
+    plain.advance()
+    assert len(plain.losses()) == 1
+
+
 def test_a_deterministic_run_is_one(data: dict[str | int, str], tmp_path: Path) -> None:
-    row = run("fused-deterministic", task("tiny", data), tmp_path)
+    run("fused-deterministic", task("tiny", data), tmp_path)
     assert torch.are_deterministic_algorithms_enabled()
-    assert row["losses"] == run("fused", task("tiny", data), tmp_path / "again")["losses"]
 
 
 def test_ligers_norm_is_called_as_its_authors_mean_it(

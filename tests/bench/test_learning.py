@@ -63,6 +63,18 @@ def test_noise_is_never_less_than_a_loss_can_show() -> None:
     assert verdicts(rows(torch=base, nudged=base, fused=[4.0001] * 20))["fused"] is False
 
 
+def test_a_comparison_that_is_lost_itself_says_nothing() -> None:
+    lost, fine = [math.nan] * 20, [4.0] * 20
+    for curves in ({"torch": lost, "nudged": fine, "fused": fine}, {"torch": fine, "nudged": lost, "fused": fine}):
+        assert verdicts(rows(**curves))["fused"] is None
+        assert learning.fused_disagrees(judged(rows(**curves)))  # nobody can say that it agrees
+
+
+def test_curves_of_other_lengths_are_not_compared() -> None:
+    assert verdicts(rows(torch=[4.0] * 20, nudged=[4.0] * 20, fused=[4.0] * 30))["fused"] is None
+    assert verdicts(rows(torch=[4.0] * 20, nudged=[4.0] * 30, fused=[4.0] * 20))["fused"] is None
+
+
 def test_nothing_is_said_without_something_to_compare_with() -> None:
     curves = {"torch": [4.0] * 20, "nudged": [4.1] * 20, "fused": [4.0] * 20}
     for missing in ("torch", "nudged"):
@@ -75,6 +87,10 @@ def test_under_torch_compile_dropout_has_masks_of_its_own() -> None:
     curves = {"torch": [4.0] * 20, "nudged": [4.0] * 20, "fused": [4.5] * 20, "fused_compile": [4.5] * 20}
     assert verdicts(rows("naive-char", **curves))["fused-compile"] is None
     assert verdicts(rows("naive-char", **curves))["fused"] is False
+    assert not learning.fused_disagrees(judged(rows("naive-char", torch=curves["torch"], fused_compile=[9.0] * 20)))
+    apart = {"torch": [4.0] * 20, "nudged": [4.0] * 20, "fused_deterministic": [4.5] * 20}
+    assert verdicts(rows("tinylm", **apart))["fused-deterministic"] is None  # another fused attention
+    assert verdicts(rows("naive-char", **apart))["fused-deterministic"] is False  # written out
     assert verdicts(rows("tiny", **curves))["fused-compile"] is False
 
 
@@ -149,19 +165,42 @@ def test_an_op_that_is_a_little_wrong_is_found(precision: str, tmp_path: Path, m
 def test_a_learner_that_fails_is_a_note_and_the_others_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(name: str, task: Task, on_made: Any) -> dict[str, Any]:
         if name == "nudged":
-            raise LearnerFailed("out of luck")
+            raise LearnerFailed("out of luck", "all that it said")
         return {"preset": task.preset, "learner": name, "losses": [1.0]}
 
     monkeypatch.setattr(learning, "child", fails)
-    results = Results()
-    run(Plan(("tiny",), **SMALL), tmp_path, results)
+    results, kept = Results(), []
+    run(Plan(("tiny",), **SMALL), tmp_path, results, keep=lambda: kept.append(len(results.rows)))
     assert [row["learner"] for row in results.rows] == ["torch", "fused"]
-    assert results.notes == [{"preset": "tiny", "learner": "nudged", "note": "out of luck"}]
+    note = {"preset": "tiny", "learner": "nudged", "note": "out of luck", "log": "all that it said"}
+    assert results.notes == [note]
+    assert kept == [1, 1, 2]
+
+
+def test_a_corpus_that_is_too_short_is_refused_once_and_early(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(learning, "child", lambda *_: pytest.fail("something ran"))
+    (tmp_path / "short.txt").write_text("one two three four five six seven eight nine ten\n" * 4)
+    plan = Plan(("naive-char",), **{**SMALL, "corpus": str(tmp_path / "short.txt")})
+    with pytest.raises(ValueError, match="tokens"):
+        run(plan, tmp_path, Results())
+
+
+@pytest.mark.parametrize(
+    ("said", "why"),
+    [
+        ("Traceback:\n  File x\nValueError: the rule. The remedy.\n", "ValueError: the rule. The remedy."),
+        ("torch.AcceleratorError: CUDA error\nCompile with `DSA`\n", "torch.AcceleratorError: CUDA error"),
+        ("killed\n\n", "killed"),
+        ("", ""),
+    ],
+)  # fmt: skip
+def test_the_reason_is_the_error_and_not_what_follows_it(said: str, why: str) -> None:
+    assert learning.reason(said) == why
 
 
 def small_task(tmp_path: Path) -> Task:
     plan = Plan(("tiny",), **SMALL)
-    return plan.task("tiny", prepared(plan, 512, tmp_path))
+    return plan.task("tiny", prepared(plan, "tiny", tmp_path))
 
 
 def test_a_process_gives_its_row_or_its_last_words(tmp_path: Path) -> None:
@@ -169,8 +208,9 @@ def test_a_process_gives_its_row_or_its_last_words(tmp_path: Path) -> None:
     row = child("torch", task, told.append)
     assert told == [0, 10, 20, 30, 40]
     assert (row["learner"], len(row["losses"]), row["process_s"] >= row["seconds"]) == ("torch", 40, True)
-    with pytest.raises(LearnerFailed, match=r"A CUDA graph is of a GPU's work; the device is cpu"):
+    with pytest.raises(LearnerFailed, match=r"A CUDA graph is of a GPU's work; the device is cpu") as caught:
         child("fused-graph", task, told.append)
+    assert "Traceback" in caught.value.log
 
 
 def test_whoever_interrupts_leaves_no_process_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,6 +224,7 @@ def test_whoever_interrupts_leaves_no_process_behind(tmp_path: Path, monkeypatch
 
     with pytest.raises(KeyboardInterrupt):
         child("torch", dataclasses.replace(small_task(tmp_path), steps=100_000), interrupt)
+    assert any(path.name.startswith("tmp") for path in tmp_path.iterdir())  # where the scratch folder is cleared up
     [process] = begun
     assert process.poll() is not None
     with pytest.raises(ProcessLookupError):
@@ -201,6 +242,7 @@ def test_a_gpu_gets_all_learners_of_a_preset_and_a_cpu_those_it_can_run() -> Non
     assert plan.learners_of("moe-60m") == ("torch", "nudged", "liger-norm", "fused-norm", "fused")
     assert plan.learners_of("gpt-124m")[2] == "plain-compile"
     assert Plan(device="cpu").learners_of("gpt-124m") == ("torch", "nudged", "fused", "fused-deterministic")
+    assert "plain-compile" not in Plan(("gpt-124m",), precision="fp16").learners_of("gpt-124m")
     assert Plan(learners=("fused-graph",)).learners_of("tiny") == ("torch", "nudged", "fused-graph")
     for preset in ("naive-char", "gpt-124m", "moe-60m"):
         Plan((preset,), learners=plan.learners_of(preset))  # each is one that this preset can have
@@ -217,12 +259,15 @@ def test_fp16_is_for_the_mixture_on_a_gpu_unless_told_otherwise(tmp_path: Path) 
     ("options", "says"),
     [
         ({"presets": ("tinny",)}, "There is no preset 'tinny'; the presets are demo"),
-        ({"learners": ("fussed",)}, "There is no learner 'fussed'; there are plain-compile, torch"),
+        ({"learners": ("fussed",)}, "There is no learner 'fussed'; there are plain-compile, plain-cudnn"),
         ({"learners": ("fused-graph",), "device": "cpu"}, "fused-graph needs a GPU; the device is the CPU."),
         ({"learners": ("plain-compile",)}, "naive-char has norm layer, positions learned, activation gelu"),
         ({"learners": ("liger-norm",)}, "liger-norm exchanges RMSNorms; naive-char has none."),
-        ({"steps": 9}, "A curve has 10 steps or more; got 9."),
-        ({"corpus_mb": math.nan}, "a number of megabytes above 0; got nan"),
+        ({"steps": 19}, "A curve has 20 steps or more; got 19."),
+        ({"corpus_mb": math.nan}, "a number of megabytes, a byte at least; got nan"),
+        ({"corpus_mb": 1e-9}, "a number of megabytes, a byte at least; got 1e-09"),
+        ({"presets": ()}, "of one preset or more; got none"),
+        ({"presets": ("gpt-124m",), "learners": ("plain-compile",), "precision": "fp16"}, "no loss scale"),
     ],
 )
 def test_what_cannot_be_compared_is_refused(options: dict[str, Any], says: str) -> None:
@@ -264,6 +309,13 @@ def test_files_have_a_row_for_each_learner_and_each_step(tmp_path: Path) -> None
     assert "NaN" not in (tmp_path / "rows.json").read_text()
 
 
+def test_what_is_of_a_comparison_before_does_not_stay(tmp_path: Path) -> None:
+    for name in ("kernels.csv", "small.png", "mine.png"):
+        (tmp_path / name).write_text("old")
+    learning_report.write(tmp_path, {}, measured(), [])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["curves.csv", "mine.png", "rows.csv", "rows.json"]
+
+
 def test_a_preset_has_a_picture_also_where_little_is_known(tmp_path: Path) -> None:
     everything = measured()
     for number, some in enumerate((everything, everything[:1], everything[2:])):
@@ -280,4 +332,7 @@ def test_every_learner_has_a_colour_of_its_own() -> None:
 def test_verdicts_in_words() -> None:
     found = [learning_report.verdict(row) for row in measured()]
     assert found == ["what the others are compared with", "noise", "agrees", "DIFFERS"]
-    assert learning_report.verdict({"learner": "fused", "agrees": None, "noise": None}) == "not known"
+    assert learning_report.verdict({"preset": "tiny", "learner": "fused", "agrees": None}) == "not known"
+    assert learning_report.verdict({"preset": "tinylm", "learner": "fused-compile", "agrees": None}) == (
+        "not comparable: other dropout"
+    )

@@ -42,6 +42,11 @@ COPY = "void at::native::elementwise_kernel<128, 4, at::native::direct_copy_kern
         ("void at::native::vectorized_elementwise_kernel<4, at::native::MulFunctor<float>>(int)", "elementwise"),
         ("void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float>>(int)", "reduction"),
         ("void at_cuda_detail::cub::DeviceRadixSortOnesweepKernel<int>(int)", "sort and index"),
+        (
+            "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<at::native::LpNormFunctor<float>>(int)",
+            "reduction",
+        ),
+        ("void at::native::(anonymous namespace)::fused_dropout_kernel_vec<float, float>(int)", "dropout"),
         ("something_nobody_knows", "other"),
     ],
 )
@@ -56,6 +61,7 @@ def test_a_kernels_name_tells_its_kind(name: str, kind: str) -> None:
         (FLAT, "fuselm elementwise"),
         ("fuselm::rms_norm_forward", "fuselm::rms_norm_forward"),
         ("void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float, f<int>>>(int)", "reduce_kernel"),
+        ("void at::native::(anonymous namespace)::CatArrayBatchedCopy<f, 2>(f*)", "CatArrayBatchedCopy"),
         ("nvjet_tst_256x128", "nvjet_tst_256x128"),
         ("Memcpy DtoD (Device -> Device)", "Memcpy DtoD"),
     ],
@@ -70,6 +76,18 @@ def test_kernels_of_a_name_are_one_row_of_one_step() -> None:
         {"kind": "matmul", "kernel": "nvjet_a", "calls": 1.0, "ms": pytest.approx(0.03)},
         {"kind": "fuselm", "kernel": "fuselm norm_forward", "calls": 2.0, "ms": pytest.approx(0.02)},
     ]
+
+
+def test_kernels_of_one_name_and_two_kinds_are_two_rows() -> None:
+    name = "void at::native::vectorized_elementwise_kernel<4, at::native::{}<float>, std::array<char*, 3>>(int)"
+    found = summed([(name.format("FillFunctor"), 1.0, 1), (name.format("CUDAFunctor_add"), 1e3, 1)], steps=1)
+    assert [(row["kind"], row["ms"]) for row in found] == [("elementwise", 1.0), ("copy", pytest.approx(1e-3))]
+
+
+def test_a_profiler_that_sees_nothing_is_no_idle_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_profile, "_events", lambda profiler, on_gpu: [])
+    with pytest.raises(RuntimeError, match="the profiler saw none on cpu"):
+        profiled(lambda: torch.ones(1), torch.device("cpu"), steps=1)
 
 
 def test_what_counts_little_is_one_row() -> None:

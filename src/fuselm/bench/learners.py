@@ -41,6 +41,7 @@ class Learner:
     ops: str = "torch"  # ModelConfig.impl
     norm: str = ""  # whose RMSNorm, where that is another's
     plain: bool = False  # not our model at all but plain_model.py
+    cudnn: bool = False  # with cuDNN's attention first, as our trainer has it
     compile: bool = False
     cuda_graph: bool = False
     deterministic: bool = False
@@ -49,6 +50,7 @@ class Learner:
 
 LEARNERS = {
     "plain-compile": Learner("plain PyTorch, torch.compile", plain=True, compile=True),
+    "plain-cudnn": Learner("plain PyTorch, torch.compile, cuDNN attention", plain=True, compile=True, cudnn=True),
     "torch": Learner("torch's ops"),
     "torch-compile": Learner("torch's ops, --compile", compile=True),
     "liger-norm": Learner("torch's ops, Liger's RMSNorm", norm="liger"),
@@ -107,15 +109,19 @@ def run(name: str, task: Task, folder: Path, on_steps: Callable[[int], object] =
     learner = LEARNERS[name]
     begin = time.monotonic()  # with torch imported: a user's process has that behind it as well
     trainer = begun(name, task, folder)
-    one = PlainTrainer(trainer, compiled=learner.compile) if learner.plain else trainer
-    # A plain model's attention is as torch picks it.
-    with nullcontext() if learner.plain else attention_backends(learner.deterministic):
+    one: Trainer | PlainTrainer = trainer
+    if learner.plain:
+        one = PlainTrainer(trainer, compiled=learner.compile)
+        begin = time.monotonic() - one.build_seconds  # without what was done for our model, which is gone now
+    picked = nullcontext() if learner.plain and not learner.cudnn else attention_backends(learner.deterministic)
+    with picked:
         found = _timed(one, task.steps, begin, on_steps)
         if task.profile:
             from fuselm.bench.step_profile import profiled
 
             found["profile"] = profiled(one.advance, trainer.device)
-    return {"preset": task.preset, "learner": name, "precision": trainer.precision, **found, **_facts(trainer, found)}
+    facts = {"precision": trainer.precision, "micro_batch": one.micro_batch, "mfu": _mfu(trainer, found)}
+    return {"preset": task.preset, "learner": name, **facts, **found}
 
 
 def begun(name: str, task: Task, folder: Path) -> Trainer:
@@ -129,7 +135,7 @@ def begun(name: str, task: Task, folder: Path) -> Trainer:
     learner, chosen, tokenizer = LEARNERS[name], task.chosen(), Tokenizer.load(Path(task.data) / TOKENIZER)
     # A BPE of a short text may have fewer tokens than the preset's; the model is of the preset's size all the same.
     vocabulary = tokenizer.vocab_size if isinstance(chosen.tokens, str) else int(chosen.tokens)
-    model = chosen.model(max(vocabulary, tokenizer.vocab_size), impl=learner.ops, op_impl=_norm_of(learner))
+    model = chosen.model(max(vocabulary, tokenizer.vocab_size), impl=_impl(learner, task), op_impl=_norm_of(learner))
     record = create(folder / "run", model=model, train=task.training(name), data={}, tokenizer=tokenizer)
     trainer = Trainer(record, open_prepared(task.data), device=task.device)
     if learner.norm == "liger":
@@ -141,12 +147,19 @@ def begun(name: str, task: Task, folder: Path) -> Trainer:
     return trainer
 
 
+def _impl(learner: Learner, task: Task) -> str:
+    """On a GPU kernels or an error: what fell back to torch would be measured as ours."""
+    from fuselm.torchlm.precision import pick_device
+
+    return "fused" if learner.ops == "auto" and pick_device(task.device).type == "cuda" else learner.ops
+
+
 def _norm_of(learner: Learner) -> dict[str, str]:
     return {"rms_norm": "fused"} if learner.norm == "fused" else {}
 
 
 def nudge(trainer: Trainer) -> None:
-    """Move every weight by up to half a unit in the last place of the run's precision, up or down."""
+    """Move every weight that is not 0 by up to half a unit in the last place of the run's precision, up or down."""
     import torch
 
     from fuselm.torchlm.precision import DTYPES
@@ -167,19 +180,24 @@ def _timed(trainer: Trainer | PlainTrainer, steps: int, begin: float, on_steps: 
     for _ in range(1, untimed):
         trainer.advance()
     _wait()
-    start = time.monotonic()
+    marks = Marks()
     for made in range(untimed + 1, steps + 1):
         trainer.advance()
+        if (made - untimed) % EVERY == 0:
+            marks.set()
         if made % EVERY == 0:
             on_steps(made)
     _wait()
     end = time.monotonic()
-    seconds = (end - start) / (steps - untimed)
+    seconds = (end - marks.begin) / (steps - untimed)
+    lows, highs = marks.spread()
     return {
         "steps": steps,
         "tokens_per_step": trainer.tokens_per_step,
         "tokens_per_second": round(trainer.tokens_per_step / seconds),
         "step_ms": round(1e3 * seconds, 3),
+        "step_ms_p10": lows,
+        "step_ms_p90": highs,
         "first_step_s": round(first - begin, 2),
         "seconds": round(end - begin, 2),
         "peak_memory_gib": round(_peak_bytes() / 2**30, 2),
@@ -187,11 +205,41 @@ def _timed(trainer: Trainer | PlainTrainer, steps: int, begin: float, on_steps: 
     }
 
 
-def _facts(trainer: Trainer, found: Row) -> Row:
+class Marks:
+    """Moments between every so many steps: on a GPU of the GPU, which the host may be far ahead of."""
+
+    def __init__(self) -> None:
+        import torch
+
+        self.on_gpu = torch.cuda.is_initialized()
+        self.begin = time.monotonic()
+        self._moments: list[Any] = []
+        self.set()
+
+    def set(self) -> None:
+        """One more."""
+        import torch
+
+        if not self.on_gpu:
+            self._moments.append(1e3 * time.monotonic())
+            return
+        self._moments.append(torch.cuda.Event(enable_timing=True))
+        self._moments[-1].record()
+
+    def spread(self) -> tuple[float | None, float | None]:
+        """The 10th and the 90th percentile of milliseconds a step; None of fewer than three spans. After a wait."""
+        if len(self._moments) < 4:
+            return None, None
+        pairs = zip(self._moments, self._moments[1:], strict=False)
+        spans = sorted((a.elapsed_time(b) if self.on_gpu else b - a) / EVERY for a, b in pairs)
+        low, high = (spans[round(share * (len(spans) - 1))] for share in (0.1, 0.9))
+        return round(low, 3), round(high, 3)
+
+
+def _mfu(trainer: Trainer, found: Row) -> float | None:
     from fuselm import cost
 
-    share = cost.mfu(trainer.run.model, found["tokens_per_second"], trainer.peak) if trainer.peak else None
-    return {"mfu": None if share is None else round(share, 4), "micro_batch": trainer.micro_batch}
+    return round(cost.mfu(trainer.run.model, found["tokens_per_second"], trainer.peak), 4) if trainer.peak else None
 
 
 def _wait() -> None:
@@ -202,13 +250,16 @@ def _wait() -> None:
 
 
 def _peak_bytes() -> int:
-    """Of a GPU what torch has allocated at most, of a CPU what the process has held."""
+    """Of a GPU what torch has taken at most, of a CPU what the process has held.
+
+    Taken, and not allocated: what a CUDA graph computes with it has for itself, and allocates nothing any more.
+    """
     import resource
 
     import torch
 
-    if torch.cuda.is_available() and torch.cuda.max_memory_allocated():
-        return torch.cuda.max_memory_allocated()
+    if torch.cuda.is_available() and torch.cuda.max_memory_reserved():
+        return torch.cuda.max_memory_reserved()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
@@ -220,7 +271,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = parser.parse_args(arguments)
     import torch  # noqa: F401  before the clock runs
 
-    with tempfile.TemporaryDirectory() as folder:
+    # Where whoever has started this will clear up, should this be ended.
+    with tempfile.TemporaryDirectory(dir=Path(given.task["data"]).parent) as folder:
         row = run(given.learner, Task(**given.task), Path(folder), lambda made: print(f"step {made}", flush=True))
     print(json.dumps(row))
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
 import subprocess
 import sys
 import tempfile
@@ -40,19 +41,23 @@ SHARE = 0.05  # of a new loss in the running mean
 CORPUS_MB = 8.0
 
 USUAL = ("torch", "torch-compile", "fused", "fused-graph", "fused-compile")
-PLAIN = ("plain-compile", *USUAL, "fused-deterministic")
+PLAIN = ("plain-compile", "plain-cudnn", *USUAL, "fused-deterministic")
 NORMS = ("torch", "liger-norm", "fused-norm", "fused")
 BY_PRESET = {"gpt-124m": PLAIN, "tinystories": PLAIN, "moe-60m": NORMS}
 PRESETS = ("naive-char", "gpt-124m", "moe-60m")
 PRECISIONS = {"moe-60m": "fp16"}  # on a GPU, where nobody says otherwise
 STEPS, SMALL_STEPS = 500, 100
-FEWEST_STEPS = 10
+FEWEST_STEPS = 20
 
-OnStep = Callable[[str, int, int], object]  # what is at work, steps made, steps in all
+OnStep = Callable[[str, int, int | None], None]  # what is at work, how far it is, and of how much
 
 
 class LearnerFailed(RuntimeError):
-    """A learner ended without a row; the message is the last thing it said."""
+    """A learner ended without a row; the message is why, as far as it said, and `log` the end of all it said."""
+
+    def __init__(self, message: str, log: str = "") -> None:
+        super().__init__(message)
+        self.log = log
 
 
 @dataclass(frozen=True)
@@ -77,9 +82,14 @@ class Plan:
     def learners_of(self, name: str) -> tuple[str, ...]:
         """In the order in which they run: first what the others are compared with."""
         usual = BY_PRESET.get(name, USUAL)
-        able = tuple(one for one in usual if self.device == "cuda" or not (LEARNERS[one].compile or needs_gpu(one)))
-        chosen = self.learners or able
-        return tuple(dict.fromkeys((BASE, NUDGED, *chosen)))
+        able = tuple(one for one in usual if self._is_able(one))
+        return tuple(dict.fromkeys((BASE, NUDGED, *(self.learners or able))))
+
+    def _is_able(self, learner: str) -> bool:
+        """Whether the device can run it, in seconds if it is a CPU, and in this precision."""
+        one = LEARNERS[learner]
+        slow = one.compile or needs_gpu(learner)
+        return not (self.device == "cpu" and slow) and not (one.plain and self.precision == "fp16")
 
     def task(self, name: str, data: Path) -> Task:
         """What all learners of a preset have in common."""
@@ -103,6 +113,8 @@ def needs_gpu(learner: str) -> bool:
 
 
 def _check(plan: Plan) -> None:
+    if not plan.presets:
+        raise ConfigError("A comparison is of one preset or more; got none.")
     for name in plan.presets:
         preset(name)
     for name in plan.learners:
@@ -110,14 +122,16 @@ def _check(plan: Plan) -> None:
             raise ConfigError(f"There is no learner {name!r}; there are {', '.join(LEARNERS)}.")
         if plan.device == "cpu" and needs_gpu(name):
             raise ConfigError(f"{name} needs a GPU; the device is the CPU. Leave it out.")
+        if LEARNERS[name].plain and plan.precision == "fp16":
+            raise ConfigError(f"{name} has no loss scale, which fp16 needs; got precision fp16. Use bf16.")
         for one in plan.presets:
             _check_fits(name, one)
     if plan.steps < FEWEST_STEPS:
         raise ConfigError(f"A curve has {FEWEST_STEPS} steps or more; got {plan.steps}.")
     for name in plan.presets:
         plan.task(name, Path()).training(plan.learners_of(name)[0])
-    if not 0 < plan.corpus_mb < math.inf:
-        raise ConfigError(f"The corpus is a number of megabytes above 0; got {plan.corpus_mb}.")
+    if not 1e-6 <= plan.corpus_mb < math.inf:
+        raise ConfigError(f"The corpus is a number of megabytes, a byte at least; got {plan.corpus_mb}.")
 
 
 def _check_fits(learner: str, name: str) -> None:
@@ -133,38 +147,57 @@ def _check_fits(learner: str, name: str) -> None:
 # --- running ---------------------------------------------------------------------------------------------------------
 
 
-def run(plan: Plan, scratch: Path, results: Results, on_step: OnStep = lambda what, made, of: None) -> None:
-    """Train all of the plan, one after another; rows and notes are in `results` as they come."""
+def _nobody(what: str, done: int, of: int | None) -> None:
+    """Listens to nothing."""
+
+
+def run(
+    plan: Plan,
+    scratch: Path,
+    results: Results,
+    on_step: OnStep = _nobody,
+    keep: Callable[[], object] = lambda: None,
+) -> None:
+    """Train all of the plan, one after another; rows and notes are in `results` as they come, and then kept."""
     for name in plan.presets:
-        task = plan.task(name, scratch)
-        data = prepared(plan, task.chosen().tokens, scratch)
+        task = plan.task(name, prepared(plan, name, scratch, on_step))
         for learner in plan.learners_of(name):
             what = f"{name}: {LEARNERS[learner].title}"
             try:
-                row = child(learner, plan.task(name, data), partial(_tell, on_step, what, plan.steps))
+                row = child(learner, task, partial(_tell, on_step, what, plan.steps))
             except LearnerFailed as error:
-                results.notes.append({"preset": name, "learner": learner, "note": str(error)})
+                results.notes.append({"preset": name, "learner": learner, "note": str(error), "log": error.log})
             else:
                 results.rows.append(row)
+            keep()
 
 
 def _tell(on_step: OnStep, what: str, of: int, made: int) -> None:
     on_step(what, made, of)
 
 
-def prepared(plan: Plan, tokens: str | int, scratch: Path) -> Path:
-    """The corpus as a folder of tokens: characters, or a BPE of some size; made once for all presets that have it."""
-    from fuselm.data.corpora import open_corpus
-    from fuselm.data.prepare import character_tokenizer, prepare, train_tokenizer
+def prepared(plan: Plan, name: str, scratch: Path, on_step: OnStep = _nobody) -> Path:
+    """The corpus as a folder of tokens, as a preset has them; made once for all presets that have the same.
 
-    folder = scratch / f"tokens-{tokens}"
-    if folder.exists():
-        return folder
-    corpus = open_corpus(plan.corpus, limit_bytes=int(plan.corpus_mb * 1e6))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # a short text has fewer merges: the model has its size anyway
-        made = character_tokenizer(corpus) if isinstance(tokens, str) else train_tokenizer(corpus, tokens)
-    prepare(corpus, made, folder)
+    One that is too short for a batch is refused here, and not by each learner.
+    """
+    from fuselm.data.corpora import open_corpus
+    from fuselm.data.loader import Loader
+    from fuselm.data.prepare import character_tokenizer, open_prepared, prepare, train_tokenizer
+
+    chosen = plan.task(name, scratch).chosen()
+    folder = scratch / f"tokens-{chosen.tokens}"
+    if not folder.exists():
+        size = int(plan.corpus_mb * 1e6)
+        corpus = open_corpus(plan.corpus, limit_bytes=size, on_progress=partial(on_step, "download"))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # a short text has fewer merges: the model has its size anyway
+            by_character = isinstance(chosen.tokens, str)
+            made = character_tokenizer(corpus) if by_character else train_tokenizer(corpus, int(chosen.tokens))
+        prepare(corpus, made, folder, on_progress=lambda split, *counts: on_step(f"tokens, {split}", *counts))
+    Loader(
+        open_prepared(folder)["train"], batch_size=chosen.train().batch_size, context=chosen.model(256).context
+    )  # fmt: skip
     return folder
 
 
@@ -186,10 +219,17 @@ def child(learner: str, task: Task, on_made: Callable[[int], object]) -> Row:
                 raise
         if process.returncode:
             errors.seek(0)
-            said = [line for line in errors.read().splitlines() if line.strip()]
-            raise LearnerFailed(said[-1].strip() if said else f"it ended with exit code {process.returncode}")
+            said = errors.read()
+            raise LearnerFailed(reason(said) or f"it ended with exit code {process.returncode}", said[-3000:])
     row: Row = json.loads(last)
     return {**row, "process_s": round(time.monotonic() - begin, 1)}
+
+
+def reason(said: str) -> str:
+    """The error that a process ended with: what follows it may be advice, or complaints of those who clear up."""
+    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception|Failed|Interrupt)\b", line)]
+    return (errors or lines or [""])[-1]
 
 
 # --- judging ---------------------------------------------------------------------------------------------------------
@@ -225,21 +265,30 @@ def _verdict(row: Row, rows: Sequence[Row]) -> Row:
     base, nudged, own = there.get(BASE), there.get(NUDGED), curve(row)
     if row["learner"] == BASE or not base or not own:
         return {"gap": None, "noise": None, "agrees": None}
-    found = gap(own, base)
-    noise = None if not nudged else max(gap(nudged, base), LEAST_NOISE * max(base))
-    if row["learner"] == NUDGED or noise is None or _has_other_masks(row):
+    if len(own) != len(base) or not math.isfinite(sum(base)):
+        return {"gap": None, "noise": None, "agrees": None}
+    found, noise = gap(own, base), None
+    if nudged and len(nudged) == len(base) and math.isfinite(sum(nudged)):
+        noise = max(gap(nudged, base), LEAST_NOISE * max(base))
+    if row["learner"] == NUDGED or noise is None or has_other_masks(row):
         return {"gap": found, "noise": noise, "agrees": None}
     return {"gap": found, "noise": noise, "agrees": found <= APART * noise}  # never of a NaN
 
 
-def _has_other_masks(row: Row) -> bool:
-    """torch.compile draws random numbers of its own, so that with dropout its run is another one."""
-    return LEARNERS[row["learner"]].compile and preset(row["preset"]).shape.get("dropout", 0.0) > 0
+def has_other_masks(row: Row) -> bool:
+    """Whether its dropout is not that of the others, so that it is another run: torch.compile draws its own numbers.
+
+    So does the attention that a deterministic run takes, where it is fused.
+    """
+    learner, shape = LEARNERS[row["learner"]], preset(row["preset"]).shape
+    draws = learner.compile or (learner.deterministic and shape.get("attention_path") != "written")
+    return draws and shape.get("dropout", 0.0) > 0
 
 
 def fused_disagrees(rows: Sequence[Row]) -> bool:
-    """Whether one of ours did not learn as torch's ops did."""
-    return any(row["agrees"] is False and is_fused(row["learner"]) for row in rows)
+    """Whether one of ours did not learn as torch's ops did, or nobody can say that it did."""
+    ours = [row for row in rows if is_fused(row["learner"]) and not has_other_masks(row)]
+    return any(not row["agrees"] for row in ours)
 
 
 def is_fused(learner: str) -> bool:

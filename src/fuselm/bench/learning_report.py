@@ -15,22 +15,26 @@ from pathlib import Path
 from typing import Any
 
 from fuselm.bench.learners import LEARNERS, Row
-from fuselm.bench.learning import APART, BASE, NUDGED, smoothed
+from fuselm.bench.learning import APART, BASE, NUDGED, has_other_masks, smoothed
 from fuselm.bench.report import to_csv, to_json
+from fuselm.config import PRESETS
 from fuselm.files import write_whole
 
-# seconds: all steps, the first one from building the model on; step_ms and tokens_per_second: without the first six.
-# peak_memory_gib: what torch has allocated on a GPU, what the process has held on a CPU. gap: from torch's running
-# mean, rms over the steps; noise: the nudged run's; agrees: gap is at most APART times noise. None: not known.
+# seconds: all steps, the first one from building the model on; step_ms and tokens_per_second: without the first six;
+# p10, p90: of spans of ten steps. peak_memory_gib: what torch took of a GPU, what the process held on a CPU. gap: from
+# torch's running mean, rms over the steps; noise: the nudged run's; agrees: gap is at most APART times noise. None: not
+# known.
 FIELDS = (
-    "preset", "learner", "precision", "steps", "tokens_per_step", "tokens_per_second", "step_ms", "first_step_s",
-    "seconds", "process_s", "peak_memory_gib", "mfu", "micro_batch", "last_loss", "gap", "noise", "agrees",
+    "preset", "learner", "precision", "steps", "tokens_per_step", "tokens_per_second", "step_ms", "step_ms_p10",
+    "step_ms_p90", "first_step_s", "seconds", "process_s", "peak_memory_gib", "mfu", "micro_batch", "last_loss", "gap",
+    "noise", "agrees",
 )  # fmt: skip
 KERNEL_FIELDS = ("preset", "learner", "kind", "kernel", "calls", "ms")
 CURVE_FIELDS = ("preset", "learner", "step", "loss", "mean_loss")
 # By learner, told apart by the colour-blind too (Okabe and Ito's palette, with greys).
 COLOURS = {
     "plain-compile": "#000000",
+    "plain-cudnn": "#8B4513",
     "torch": "#999999",
     "torch-compile": "#E69F00",
     "liger-norm": "#009E73",
@@ -86,6 +90,8 @@ def write(folder: Path, header: Mapping[str, Any], rows: Sequence[Row], notes: S
         "rows.json": to_json({**header, "rows": table, "notes": list(notes)}),
     }
     texts |= {"kernels.csv": to_csv(kernels, KERNEL_FIELDS)} if kernels else {}
+    for old in (folder / "kernels.csv", *(folder / f"{name}.png" for name in PRESETS)):
+        old.unlink(missing_ok=True)  # of a comparison before this one: it would seem to be of this
     for name, text in texts.items():
         write_whole(folder / name, text)
     return [folder / name for name in texts]
@@ -98,7 +104,7 @@ def verdict(row: Row) -> str:
     if row["learner"] == NUDGED:
         return "noise"
     if row["agrees"] is None:
-        return "not comparable: dropout by torch.compile" if row["noise"] is not None else "not known"
+        return "not comparable: other dropout" if has_other_masks(row) else "not known"
     return "agrees" if row["agrees"] else "DIFFERS"
 
 
@@ -155,7 +161,7 @@ def _draw_gaps(axis: Any, rows: Sequence[Row]) -> None:
         # A gap of exactly 0 has no place there.
         apart = [value or math.nan for value in apart]
         steps = range(1, 1 + len(apart))
-        if row["learner"] == NUDGED:
+        if row["learner"] == NUDGED and row["noise"] is not None:
             limit = APART * row["noise"]
             axis.axhline(limit, color="black", linewidth=0.8, linestyle="--", label=f"{APART:g} times noise")
         axis.plot(steps, apart, color=COLOURS[row["learner"]], linewidth=1.0)

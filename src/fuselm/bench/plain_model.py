@@ -3,7 +3,8 @@
 bf16 autocast, torch.nn modules, SDPA as torch picks it, torch's fused AdamW; meant to be run under torch.compile. Same
 shapes as a ModelConfig with RMSNorm, RoPE and SwiGLU, so that a step of one is the work of a step of the other.
 
-    plain = PlainModel.like(model)                     # with the weights of a Transformer
+    plain = PlainModel(model.config)
+    plain.take(model)                                  # the weights of a Transformer
     loss = plain(ids, targets)
 """
 
@@ -48,6 +49,10 @@ class PlainModel(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
+        if reason := unlike(config):
+            raise ValueError(
+                f"PlainModel has RMSNorm, RoPE, SwiGLU and heads of their own; got a config with {reason}."
+            )
         self.embedding = nn.Embedding(config.vocab_size, config.width)
         self.blocks = nn.ModuleList(PlainBlock(config) for _ in range(config.num_layers))
         self.norm = nn.RMSNorm(config.width, config.norm_eps)
@@ -62,20 +67,14 @@ class PlainModel(nn.Module):
         self.register_buffer("cos", angles.cos(), persistent=False)
         self.register_buffer("sin", angles.sin(), persistent=False)
 
-    @classmethod
     @torch.no_grad()
-    def like(cls, ours: Transformer) -> PlainModel:
-        """The plain counterpart of a model, with its weights; refused where it would be another model."""
-        config = ours.config
-        if reason := unlike(config):
-            raise ValueError(f"PlainModel has RMSNorm, RoPE, SwiGLU and heads of their own; got a model with {reason}.")
-        plain = cls(config)
-        plain.embedding.weight.copy_(ours.embedding)
-        plain.head.weight.copy_(ours.head_weight)
-        plain.norm.weight.copy_(ours.norm.weight)
-        for block, other in zip(plain.blocks, ours.layers, strict=True):
+    def take(self, ours: Transformer) -> None:
+        """The weights of a model of the same config."""
+        self.embedding.weight.copy_(ours.embedding)
+        self.head.weight.copy_(ours.head_weight)
+        self.norm.weight.copy_(ours.norm.weight)
+        for block, other in zip(self.blocks, ours.layers, strict=True):
             _copy_block(block, other)
-        return plain
 
     def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
         x = self.embedding(ids)

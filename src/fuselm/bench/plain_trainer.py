@@ -1,7 +1,8 @@
 """Trains plain_model.py as people train such a model: autocast, torch's fused AdamW and clip_grad_norm_, a schedule.
 
 The yardstick beside our trainer: the same first weights, batches, learning rates, decay and clipping, and the same
-interface, so that one loop times both. It does less: it neither looks for bad steps nor splits a batch.
+interface, so that one loop times both. It does less: it neither looks for bad steps nor splits a batch. Autocast keeps
+what is added up from layer to layer in fp32, where ours is in 16 bits. It has no loss scale, and so is not for fp16.
 
     plain = PlainTrainer(trainer, compiled=True)       # of a Trainer that has made no step
     plain.advance()
@@ -10,6 +11,7 @@ interface, so that one loop times both. It does less: it neither looks for bad s
 
 from __future__ import annotations
 
+import time
 from contextlib import nullcontext
 from typing import Any
 
@@ -27,16 +29,21 @@ class PlainTrainer:
     """A run of PlainModel in the place of another run's model."""
 
     def __init__(self, trainer: Trainer, *, compiled: bool) -> None:
+        begin = time.monotonic()
+        plain = PlainModel(trainer.run.model)
+        self.build_seconds = time.monotonic() - begin
+        plain.take(trainer.model)
         self.config, self.feed, self.device = trainer.config, trainer.feed, trainer.device
         self.dtype = DTYPES[trainer.precision]
-        self.tokens_per_step = trainer.tokens_per_step
-        self.model = PlainModel.like(trainer.model).to(self.device)
+        self.tokens_per_step, self.micro_batch = trainer.tokens_per_step, self.config.batch_size
+        self.rate = trainer.rate
+        _forget(trainer)
+        self.model = plain.to(self.device)
         self.loss: Any = torch.compile(self.model) if compiled else self.model
         on_gpu = self.device.type == "cuda"
         groups = decay_groups(self.model.named_parameters(), self.config.weight_decay)
         self.optimizer = torch.optim.AdamW(groups, betas=self.config.betas, eps=self.config.eps, fused=on_gpu)
         self.step = 0
-        self.rate = trainer.rate
         self._losses: list[Tensor] = []
 
     def advance(self) -> None:
@@ -59,3 +66,11 @@ class PlainTrainer:
         """Of every step so far; waits for the device."""
         found: list[float] = torch.stack(self._losses).tolist()
         return found
+
+
+def _forget(trainer: Trainer) -> None:
+    """Our model must neither take memory nor count in the peak."""
+    del trainer.model, trainer.parameters, trainer.optimizer, trainer.loss
+    if trainer.device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(trainer.device)

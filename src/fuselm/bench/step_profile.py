@@ -27,10 +27,12 @@ KINDS = (
     ("torch.compile", r"^triton_|^cpp_fused"),
     ("matmul", r"gemm|nvjet|cutlass|cublas|splitk|gemv|::mm$|::addmm$|::bmm$|::linear$|::_grouped_mm$|::matmul$"),
     ("copy", r"[mM]emcpy|[mM]emset|copy_|CatArray|direct_copy|::clone$|::cat$|::fill_$|::zero_$|FillFunctor"),
+    ("reduction", r"LpNorm|_foreach_norm"),
     ("optimizer", r"multi_tensor_apply|_foreach_|FusedAdam|_fused_adam"),
+    ("dropout", r"dropout|bernoulli"),
     ("sort and index", r"sort|[sS]can|index|gather|scatter|topk|embedding|cub::"),
     ("reduction", r"reduce|norm|softmax|sum|mean|nll_loss|dot$"),
-    ("elementwise", r"elementwise|^aten::(mul|add|sub|div|neg|pow|rsqrt|exp|log|where|silu|gelu|sigmoid|tanh|dropout)"),
+    ("elementwise", r"elementwise|^aten::(mul|add|sub|div|neg|pow|rsqrt|exp|log|where|silu|gelu|sigmoid|tanh)"),
 )
 OTHER = "other"
 
@@ -44,7 +46,7 @@ def short(name: str) -> str:
     """A kernel's name without return type, arguments and templates; of ours the launcher's."""
     if found := re.search(r"(\w+)_kernel\b", name) if "fuselm" in name else None:
         return f"fuselm {'elementwise' if found[1] in ('flat', 'strided', 'any', 'backward_row') else found[1]}"
-    bare = re.sub(r"^void\s+", "", name)
+    bare = re.sub(r"^void\s+|\(anonymous namespace\)::", "", name)
     while bare != (bare := re.sub(r"<[^<>]*>", "", bare)):  # from the innermost out
         pass
     return bare.partition("(")[0].replace("at::native::", "").strip()[:80] or name[:80]
@@ -68,6 +70,8 @@ def profiled(step: Callable[[], object], device: torch.device, steps: int = STEP
             step()
         _wait(device)
     kernels = summed(_events(profiler, on_gpu), steps)
+    if not kernels:
+        raise RuntimeError(f"A step has kernels; the profiler saw none on {device}. It may lack the right to look.")
     busy = sum(row["ms"] for row in kernels)
     return {"step_ms": round(step_ms, 4), "gap_ms": round(max(step_ms - busy, 0.0), 4), "kernels": _largest(kernels)}
 
@@ -88,11 +92,13 @@ def _events(profiler: Any, on_gpu: bool) -> list[tuple[str, float, int]]:
 
 def summed(events: Sequence[tuple[str, float, int]], steps: int) -> list[Row]:
     """A row for each kernel: its kind, calls and milliseconds of a step; the longest first."""
-    rows: dict[str, Row] = {}
+    rows: dict[tuple[str, str], Row] = {}
     for name, us, calls in events:
         if re.match(r"ProfilerStep|Optimizer\.|## |cuda[A-Z]|Activity Buffer", name):  # annotations, launches, waiting
             continue
-        row = rows.setdefault(short(name), {"kind": kind_of(name), "kernel": short(name), "calls": 0.0, "ms": 0.0})
+        # By both: torch's elementwise kernels have one name for copies, fills and arithmetic.
+        key = kind_of(name), short(name)
+        row = rows.setdefault(key, {"kind": key[0], "kernel": key[1], "calls": 0.0, "ms": 0.0})
         row["calls"] += calls / steps
         row["ms"] += us / 1e3 / steps
     return sorted((row for row in rows.values() if row["ms"] > 0), key=lambda row: -row["ms"])

@@ -44,19 +44,22 @@ def rows_with(text: str, plan: Plan) -> list[tuple[str, str]]:
     return [name for name in names if text in " ".join(name)]
 
 
-def speed(out: Path, plan: Plan, only: str = "") -> None:
-    """A row for each learner of each preset, or of those that have this text in their names."""
+def speed(out: Path, plan: Plan, only: str = "") -> int:
+    """A row for each learner of each preset, or of those that have this text in their names; how many there are not."""
+    failed = 0
     with tempfile.TemporaryDirectory() as folder:
         for preset, learner in rows_with(only, plan):
             scratch = Path(folder)
-            data = learning.prepared(plan, plan.task(preset, scratch).chosen().tokens, scratch)
+            data = learning.prepared(plan, preset, scratch)
             try:
                 row = learning.child(learner, plan.task(preset, data), lambda made: None)
             except LearnerFailed as error:
-                print(f"not measured: {preset} {learner}: {error}", flush=True)
+                print(f"not measured: {preset} {learner}: {error}\n{error.log}", flush=True)
+                failed += 1
                 continue
             print(json.dumps({name: value for name, value in row.items() if name != "losses"}), flush=True)
             _keep(out, "speed", merged(_kept(out).get("speed", []), _short(row), plan))
+    return failed
 
 
 def _short(row: Row) -> Row:
@@ -95,7 +98,7 @@ def weights_after(task: Task, folder: Path, steps: int) -> str:
 def resume_check(plan: Plan, folder: Path) -> Row:
     """The same run three times: whole, again, and stopped half-way and resumed in another process."""
     name = plan.presets[0]
-    data = learning.prepared(plan, plan.task(name, folder).chosen().tokens, folder)
+    data = learning.prepared(plan, name, folder)
     task = json.dumps(dataclasses.asdict(dataclasses.replace(plan.task(name, data), steps=CHECK_STEPS)))
 
     def child(run: str, steps: int) -> str:
@@ -142,11 +145,12 @@ def whole_runs(pictures: Path) -> list[Row]:
     return rows
 
 
-def record(out: Path, parts: Sequence[str], plan: Plan, only: str = "") -> None:
-    """Measure and write the file; what is not measured now stays as it is. A row of speed is kept once it is there."""
+def record(out: Path, parts: Sequence[str], plan: Plan, only: str = "") -> int:
+    """Measure and write the file; what is not measured now stays as it is. How many rows of speed there are not."""
+    failed = 0
     for part in parts:
         if part == "speed":
-            speed(out, plan, only)
+            failed = speed(out, plan, only)
         elif part == "runs":
             _keep(out, part, whole_runs(out.parent))
         else:
@@ -154,6 +158,7 @@ def record(out: Path, parts: Sequence[str], plan: Plan, only: str = "") -> None:
                 found = resume_check(plan, Path(folder))
             print(json.dumps(found), flush=True)
             _keep(out, part, found)
+    return failed
 
 
 def _kept(out: Path) -> dict[str, Any]:
@@ -190,7 +195,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         task, folder, steps = given.weights_after
         print(json.dumps({"sha256": weights_after(Task(**json.loads(task)), Path(folder), int(steps))}))
     else:
-        record(given.out, [given.part] if given.part else PARTS, plan, given.only)
+        sys.exit(min(1, record(given.out, [given.part] if given.part else PARTS, plan, given.only)))
 
 
 if __name__ == "__main__":

@@ -40,11 +40,14 @@ Examples:
   fuselm bench train --presets gpt-124m --learners fused,fused-graph --corpus book.txt --json | tail -1
 """
 
+# What bench/learning.py takes when nothing is said: the help must not wait for that. A test holds them together.
+USUAL, USUAL_MB = "naive-char,gpt-124m,moe-60m", "8"
+
 
 def train(
     presets: Annotated[
-        str, typer.Option(help="Which models, separated by commas; `fuselm train --list` has all.")
-    ] = "naive-char,gpt-124m,moe-60m",
+        str, typer.Option(help="Which models, separated by commas; `fuselm train --list` has all.", show_default=USUAL)
+    ] = "",
     learners: Annotated[
         str,
         typer.Option(
@@ -56,7 +59,9 @@ def train(
         str, typer.Option(help="auto, fp32, bf16 or fp16. Default: auto, of moe-60m on a GPU fp16.")
     ] = "",
     corpus: Annotated[str, typer.Option(help="Name or path of what is learnt.")] = "stories",
-    limit_mb: Annotated[float, typer.Option(help="Use at most this many megabytes of text.")] = 8.0,
+    limit_mb: Annotated[
+        float | None, typer.Option(help="Use at most this many megabytes of text.", show_default=USUAL_MB)
+    ] = None,
     seed: Annotated[int, typer.Option(help="Of weights, order and dropout.")] = 0,
     quick: Annotated[bool, typer.Option("--quick", help="Small models of the same kinds; on a CPU always.")] = False,
     profile: Annotated[
@@ -68,14 +73,15 @@ def train(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
 ) -> None:
     """Compare; the help text is HELP."""
-    from fuselm.bench.learning import SMALL_STEPS, STEPS, Plan, Results, fused_disagrees, judged, run
+    from fuselm.bench.learning import CORPUS_MB, PRESETS, SMALL_STEPS, STEPS, Plan, Results, fused_disagrees, run
 
     place = device_of(device)
     small = quick or place == "cpu"
+    length = (SMALL_STEPS if small else STEPS) if steps is None else steps
     with told():
         plan = Plan(
-            _names(presets), place, (SMALL_STEPS if small else STEPS) if steps is None else steps, _names(learners),
-            _precision(precision, place), corpus, limit_mb, seed, small, profile, label,
+            _names(presets) if presets else PRESETS, place, length, _names(learners), _precision(precision, place),
+            corpus, CORPUS_MB if limit_mb is None else limit_mb, seed, small, profile, label,
         )  # fmt: skip
         _check_corpus(plan)
     check_folder(out)
@@ -85,11 +91,11 @@ def train(
     with told():
         try:
             with tempfile.TemporaryDirectory(dir=out, prefix=".bench-") as scratch, bar(_units(plan)) as step:
-                run(plan, Path(scratch), results, step)
+                run(plan, Path(scratch), results, step, keep=lambda: _write(out, plan, results))
         except KeyboardInterrupt:
             ending = "interrupted: what was measured until then is kept"
-    results.rows = judged(results.rows)
-    _print(plan, results, _write(out, plan, results), ending, as_json)
+    written = _write(out, plan, results) + _draw(out, plan, results)
+    _print(plan, results, written, ending, as_json)
     bad = fused_disagrees(results.rows) or _fused_failed(results)
     raise typer.Exit(130 if ending else int(bad))
 
@@ -111,12 +117,10 @@ def _precision(name: str, place: str) -> str:
 
 
 def _check_corpus(plan: Plan) -> None:
-    """A wrong name is refused before anything is trained; what has to be downloaded is so now."""
+    """A wrong name is refused before anything is made."""
     from fuselm.data.corpora import open_corpus
 
     open_corpus(plan.corpus, limit_bytes=int(plan.corpus_mb * 1e6))
-    if not plan.presets:
-        raise ValueError("--presets names one model or more; got none.")
 
 
 def _units(plan: Plan) -> dict[str, str]:
@@ -137,19 +141,31 @@ def _fused_failed(results: Results) -> bool:
 
 
 def _write(out: Path, plan: Plan, results: Results) -> list[Path]:
+    """The figures so far; nothing is written over while there are none."""
     from fuselm.bench import machine
-    from fuselm.bench.learning_report import pictures, write
+    from fuselm.bench.learning import judged
+    from fuselm.bench.learning_report import write
 
+    if not results.rows:
+        return []
+    results.rows = judged(results.rows)
     header = {
         "label": plan.label, "device": plan.device, **machine.describe(plan.device), "corpus": plan.corpus,
         "seed": plan.seed, "small": plan.small,
     }  # fmt: skip
-    written = write(out, header, results.rows, results.notes)
+    return write(out, header, results.rows, results.notes)
+
+
+def _draw(out: Path, plan: Plan, results: Results) -> list[Path]:
+    from fuselm.bench import machine
+    from fuselm.bench.learning_report import pictures
+
+    name = machine.gpu_name() if plan.device == "cuda" else f"CPU ({machine.cpu_name()})"
     try:
-        written += pictures(out, results.rows, plan.label or header["gpu"] or f"CPU ({header['cpu']})")
+        return pictures(out, results.rows, plan.label or name)
     except ImportError:
         no_plots()
-    return written
+        return []
 
 
 def _print(plan: Plan, results: Results, written: list[Path], ending: str, as_json: bool) -> None:
@@ -171,7 +187,7 @@ def _print(plan: Plan, results: Results, written: list[Path], ending: str, as_js
     typer.echo(
         "×: tokens/s over those of torch's ops. apart: the running mean of the loss from theirs, rms over the steps."
     )
-    typer.echo(f"wrote {', '.join(map(str, written))}")
+    typer.echo(f"wrote {', '.join(map(str, written)) or 'nothing: there is no row'}")
     if ending:
         typer.echo(ending, err=True)
 
