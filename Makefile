@@ -17,7 +17,7 @@ LIMIT ?=
 help: ## Show these verbs
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-demo: $(STAMP) ## Look at this machine, then train a model that tells stories: three to five minutes on two cores, no GPU needed
+demo: $(STAMP) ## Look at this machine, then train a model that tells stories: three to five minutes on two idle cores, no GPU needed
 	$(BIN)/fuselm doctor
 	$(BIN)/fuselm train --preset demo --out runs/demo --samples 20 --overwrite
 

@@ -38,6 +38,7 @@ def test_a_comparison_from_the_command_line_with_its_processes(tmp_path: Path) -
         ("torch", None), ("nudged", None), ("fused", True),
     ]  # fmt: skip
     assert {row["precision"] for row in document["rows"]} == {"bf16"}
+    assert (document["small"], document["seed"], document["gpu"]) == (True, 3, None)
     folder = tmp_path / "new" / "folder"
     kinds = {(row["learner"], row["kind"]) for row in document["kernels"]}
     assert ("fused", "fuselm") in kinds
@@ -56,7 +57,8 @@ def test_a_table_for_people_and_an_exit_code_when_ours_differs(tmp_path: Path, m
     result = invoke(*SHORT, "--out", str(tmp_path))
     assert result.exit_code == 1
     assert "DIFFERS" in result.stdout
-    assert "what the others are compared with" in result.stdout
+    assert "small tiny, fp32" in result.stdout
+    assert [line.split()[-1] for line in result.stdout.splitlines()[2:5]] == ["base", "noise", "DIFFERS"]
     monkeypatch.setattr(learning, "child", lambda name, task, _: a_row("tiny", name))
     assert invoke(*SHORT, "--out", str(tmp_path)).exit_code == 0
 
@@ -102,6 +104,7 @@ def test_an_interrupt_before_there_is_a_row_writes_over_nothing(
     result = invoke(*SHORT, "--out", str(tmp_path))
     assert result.exit_code == 130
     assert "nothing: there is no row" in result.stdout
+    assert "interrupted: before there was anything to keep" in result.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["rows.csv"]
 
 
@@ -122,6 +125,13 @@ def test_rows_are_kept_when_the_next_preset_cannot_be_prepared(tmp_path: Path, m
     assert [(row["learner"], row["agrees"]) for row in rows] == [("torch", None), ("nudged", None), ("fused", True)]
 
 
+def test_tokens_are_no_corpus(tmp_path: Path) -> None:
+    (tmp_path / "prepared.json").write_text("{}")
+    result = invoke(*SHORT, "--corpus", str(tmp_path), "--out", str(tmp_path / "out"))
+    assert result.exit_code == 1
+    assert "--corpus is text, since each preset has tokens of its own" in in_one_line(result.stderr)
+
+
 def test_what_the_help_says_is_taken_is_taken() -> None:
     assert bench_train.USUAL.split(",") == list(learning.PRESETS)
     assert float(bench_train.USUAL_MB) == learning.CORPUS_MB
@@ -137,6 +147,7 @@ def test_what_the_help_says_is_taken_is_taken() -> None:
         (["--presets", ","], 1, "A comparison is of one preset or more; got none."),
         (["--learners", "fussed"], 1, "There is no learner 'fussed'; there are plain-compile"),
         (["--learners", "fused-graph"], 1, "fused-graph needs a GPU; the device is the CPU."),
+        (["--learners", "plain-cudnn"], 1, "plain-cudnn needs a GPU; the device is the CPU."),
         (["--precision", "fp8"], 1, "--precision is auto, fp32, bf16, fp16; got 'fp8'."),
         (["--precision", "fp16"], 1, "fp16 trains on a GPU; the device is the CPU."),
         (["--steps", "3"], 1, "A curve has 20 steps or more; got 3."),

@@ -109,7 +109,7 @@ class Results:
 def needs_gpu(learner: str) -> bool:
     """Whether there is no such thing on a CPU."""
     one = LEARNERS[learner]
-    return one.cuda_graph or one.norm != ""
+    return one.cuda_graph or one.cudnn or one.norm != ""
 
 
 def _check(plan: Plan) -> None:
@@ -188,16 +188,18 @@ def prepared(plan: Plan, name: str, scratch: Path, on_step: OnStep = _nobody) ->
     chosen = plan.task(name, scratch).chosen()
     folder = scratch / f"tokens-{chosen.tokens}"
     if not folder.exists():
-        size = int(plan.corpus_mb * 1e6)
-        corpus = open_corpus(plan.corpus, limit_bytes=size, on_progress=partial(on_step, "download"))
+        limit = int(plan.corpus_mb * 1e6)
+        corpus = open_corpus(plan.corpus, limit_bytes=limit, on_progress=partial(on_step, "download"))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # a short text has fewer merges: the model has its size anyway
             by_character = isinstance(chosen.tokens, str)
             made = character_tokenizer(corpus) if by_character else train_tokenizer(corpus, int(chosen.tokens))
         prepare(corpus, made, folder, on_progress=lambda split, *counts: on_step(f"tokens, {split}", *counts))
-    Loader(
-        open_prepared(folder)["train"], batch_size=chosen.train().batch_size, context=chosen.model(256).context
-    )  # fmt: skip
+    try:
+        size, context = chosen.train().batch_size, chosen.model(256).context
+        Loader(open_prepared(folder)["train"], batch_size=size, context=context)
+    except ValueError as error:  # which also speaks of a smaller batch and a shorter context
+        raise ConfigError(f"{str(error).partition(' Use ')[0]} Use a longer corpus.") from None
     return folder
 
 

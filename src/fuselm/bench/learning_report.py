@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -100,11 +100,11 @@ def write(folder: Path, header: Mapping[str, Any], rows: Sequence[Row], notes: S
 def verdict(row: Row) -> str:
     """Whether its curve agrees, for people."""
     if row["learner"] == BASE:
-        return "what the others are compared with"
+        return "base"
     if row["learner"] == NUDGED:
         return "noise"
     if row["agrees"] is None:
-        return "not comparable: other dropout" if has_other_masks(row) else "not known"
+        return "other dropout" if has_other_masks(row) else "not known"
     return "agrees" if row["agrees"] else "DIFFERS"
 
 
@@ -124,6 +124,7 @@ def picture(rows: Sequence[Row], path: Path, title: str) -> None:
     """Curves, how far each is from torch's with noise as a band, and speed and memory as bars."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.ticker import EngFormatter
 
     figure = Figure(figsize=(12, 7), layout="constrained")
     FigureCanvasAgg(figure)
@@ -133,8 +134,8 @@ def picture(rows: Sequence[Row], path: Path, title: str) -> None:
     _draw_curves(curves, rows)
     _draw_gaps(gaps, rows)
     timed = [row for row in rows if row["learner"] != NUDGED]
-    _draw_bars(figure.add_subplot(grid[0, 1]), timed, "tokens_per_second", "tokens/s")
-    _draw_bars(figure.add_subplot(grid[1, 1]), timed, "peak_memory_gib", "GiB at the peak")
+    _draw_bars(figure.add_subplot(grid[0, 1]), timed, "tokens_per_second", "tokens/s", EngFormatter(sep=""))
+    _draw_bars(figure.add_subplot(grid[1, 1]), timed, "peak_memory_gib", "GiB at the peak", lambda x, _=0: f"{x:g}")
     figure.suptitle(f"{title}, {rows[0]['precision']}")
     content = io.BytesIO()
     figure.savefig(content, format="png", dpi=90, metadata={"Software": None})
@@ -162,10 +163,13 @@ def _draw_gaps(axis: Any, rows: Sequence[Row]) -> None:
         apart = [value or math.nan for value in apart]
         steps = range(1, 1 + len(apart))
         if row["learner"] == NUDGED and row["noise"] is not None:
-            limit = APART * row["noise"]
-            axis.axhline(limit, color="black", linewidth=0.8, linestyle="--", label=f"{APART:g} times noise")
+            axis.axhline(APART * row["noise"], color="black", linewidth=0.8, linestyle="--", label="limit of the rms")
         axis.plot(steps, apart, color=COLOURS[row["learner"]], linewidth=1.0)
-    axis.set_yscale("log", nonpositive="mask")
+    if axis.lines:
+        axis.set_yscale("log", nonpositive="mask")
+    else:
+        axis.set_yticks([])
+        axis.text(0.5, 0.5, "nothing to compare", transform=axis.transAxes, ha="center")
     axis.set_ylabel("distance from torch's ops")
     axis.set_xlabel("step")
     if axis.get_legend_handles_labels()[0]:
@@ -173,10 +177,7 @@ def _draw_gaps(axis: Any, rows: Sequence[Row]) -> None:
     _clean(axis)
 
 
-def _draw_bars(axis: Any, rows: Sequence[Row], key: str, label: str) -> None:
-    from matplotlib.ticker import EngFormatter
-
-    short = EngFormatter(sep="")  # 551k, 3.46M
+def _draw_bars(axis: Any, rows: Sequence[Row], key: str, label: str, short: Callable[..., str]) -> None:
     places = range(len(rows), 0, -1)  # the first on top
     values = [row[key] for row in rows]
     bars = axis.barh(places, values, color=[COLOURS[row["learner"]] for row in rows])

@@ -23,7 +23,8 @@ APART_WORDS = (
     "differs that is more than three times as far."
 )
 OLD_WORDS = (
-    "These rows are of random tokens, and the plain model neither clipped its gradients nor had a schedule; memory is "
+    "These rows are of the sources before the kernels of embedding, activations, RoPE and AdamW, and of random tokens; "
+    "the plain model neither clipped its gradients nor had a schedule; memory is "
     "what torch had allocated."
 )
 

@@ -54,7 +54,7 @@ def progress(total: int) -> Iterator[Callable[[str], None]]:
         yield on_step
 
 
-def print_table(header: str, rows: Sequence[tuple[str, ...]]) -> None:
+def print_table(header: str, rows: Sequence[tuple[str, ...]], *, only_first_wraps: bool = False) -> None:
     """A table whose header is written as a|b|c; nothing when there are no rows."""
     from rich.console import Console
     from rich.table import Table
@@ -65,7 +65,9 @@ def print_table(header: str, rows: Sequence[tuple[str, ...]]) -> None:
     console = Console()
     if not console.is_terminal:
         console = Console(width=140)  # a pipe has no width of its own, and a wrapped table cannot be read
-    table = Table(*header.split("|"), box=None, pad_edge=False)
+    table = Table(box=None, pad_edge=False)
+    for index, title in enumerate(header.split("|")):
+        table.add_column(title, no_wrap=only_first_wraps and index > 0)
     for row in rows:
         table.add_row(*map(Text, row))
     console.print(table)

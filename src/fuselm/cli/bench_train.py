@@ -22,14 +22,16 @@ if TYPE_CHECKING:
 
 HELP = """Train one model in several ways, with the same data and seed: do they learn alike, how fast, in what memory?
 
-By torch's ops and by fuselm's, eager, as a CUDA graph and under torch.compile; of gpt-124m and tinystories also a plain
-PyTorch model; of moe-60m, in fp16, with norms by PyTorch, Liger and fuselm and all else by torch. Each in a process of
-its own. Curves agree when they are no farther apart than three times what a rounding error in the first weights makes
-of one and the same run, which is measured too.
+By torch's ops and by fuselm's, eager, deterministic, as a CUDA graph and under torch.compile; of gpt-124m and
+tinystories also a plain PyTorch model; of moe-60m, in fp16, with norms by PyTorch, Liger and fuselm and all else by
+torch. Each in a process of its own. Curves agree when they are no farther apart than three times what a rounding error
+in the first weights makes of one and the same run, which is measured too, or than eight units in the last place of an
+fp32 loss, where that is more: the table has the limit.
 
 Files: rows.csv, curves.csv, rows.json, with --profile kernels.csv, and a picture for each preset. On a CPU small models
-of the same kinds are trained: that shows that everything works, and says nothing about the kernels. The exit code is 1
-when one of fuselm's fails, or its curve differs.
+of the same kinds are trained (two layers of 64, rows of 32 tokens), by torch's ops and fuselm's alone, unless
+--learners says otherwise: that shows that everything works, and says nothing about the kernels. The exit code is 1 when
+one of fuselm's fails, or its curve differs or cannot be judged.
 
 Examples:
 
@@ -54,7 +56,9 @@ def train(
             help="Which ways to train; a wrong name lists them. torch and nudged, which verdicts need, always run."
         ),
     ] = "",
-    steps: Annotated[int | None, typer.Option(help="Steps of each.", show_default="500, of small models 100")] = None,
+    steps: Annotated[
+        int | None, typer.Option(help="Steps of each.", min=1, show_default="500, of small models 100")
+    ] = None,
     precision: Annotated[
         str, typer.Option(help="auto, fp32, bf16 or fp16. Default: auto, of moe-60m on a GPU fp16.")
     ] = "",
@@ -69,7 +73,9 @@ def train(
     ] = False,
     device: Annotated[str, typer.Option(help="auto (a GPU if there is one), cpu or cuda.")] = "auto",
     label: Annotated[str, typer.Option(help="What to call this machine in files and pictures.")] = "",
-    out: Annotated[Path, typer.Option(help="Folder to write into; made when it is not there.")] = Path("results/train"),
+    out: Annotated[Path, typer.Option(help="Folder to write into; an older comparison there is replaced.")] = Path(
+        "results/train"
+    ),
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
 ) -> None:
     """Compare; the help text is HELP."""
@@ -93,7 +99,8 @@ def train(
             with tempfile.TemporaryDirectory(dir=out, prefix=".bench-") as scratch, bar(_units(plan)) as step:
                 run(plan, Path(scratch), results, step, keep=lambda: _write(out, plan, results))
         except KeyboardInterrupt:
-            ending = "interrupted: what was measured until then is kept"
+            kept = "what was measured until then is kept" if results.rows else "before there was anything to keep"
+            ending = f"interrupted: {kept}"
     written = _write(out, plan, results) + _draw(out, plan, results)
     _print(plan, results, written, ending, as_json)
     bad = fused_disagrees(results.rows) or _fused_failed(results)
@@ -119,7 +126,13 @@ def _precision(name: str, place: str) -> str:
 def _check_corpus(plan: Plan) -> None:
     """A wrong name is refused before anything is made."""
     from fuselm.data.corpora import open_corpus
+    from fuselm.data.readers import MANIFEST
 
+    if (Path(plan.corpus) / MANIFEST).is_file():
+        raise ValueError(
+            f"--corpus is text, since each preset has tokens of its own; {plan.corpus} has tokens. Name the text that "
+            "they were made of."
+        )
     open_corpus(plan.corpus, limit_bytes=int(plan.corpus_mb * 1e6))
 
 
@@ -142,18 +155,20 @@ def _fused_failed(results: Results) -> bool:
 
 def _write(out: Path, plan: Plan, results: Results) -> list[Path]:
     """The figures so far; nothing is written over while there are none."""
-    from fuselm.bench import machine
     from fuselm.bench.learning import judged
     from fuselm.bench.learning_report import write
 
     if not results.rows:
         return []
     results.rows = judged(results.rows)
-    header = {
-        "label": plan.label, "device": plan.device, **machine.describe(plan.device), "corpus": plan.corpus,
-        "seed": plan.seed, "small": plan.small,
-    }  # fmt: skip
-    return write(out, header, results.rows, results.notes)
+    return write(out, _header(plan), results.rows, results.notes)
+
+
+def _header(plan: Plan) -> dict[str, Any]:
+    from fuselm.bench import machine
+
+    facts = {"corpus": plan.corpus, "seed": plan.seed, "small": plan.small}
+    return {"label": plan.label, "device": plan.device, **machine.describe(plan.device), **facts}
 
 
 def _draw(out: Path, plan: Plan, results: Results) -> list[Path]:
@@ -162,7 +177,7 @@ def _draw(out: Path, plan: Plan, results: Results) -> list[Path]:
 
     name = machine.gpu_name() if plan.device == "cuda" else f"CPU ({machine.cpu_name()})"
     try:
-        return pictures(out, results.rows, plan.label or name)
+        return pictures(out, results.rows, f"{'a small model, ' * plan.small}{plan.label or name}")
     except ImportError:
         no_plots()
         return []
@@ -173,51 +188,55 @@ def _print(plan: Plan, results: Results, written: list[Path], ending: str, as_js
 
     if as_json:
         files = [str(path) for path in written]
-        document = {"device": plan.device, "ending": ending, "rows": as_rows(results.rows), "notes": results.notes}
+        document = {**_header(plan), "ending": ending, "rows": as_rows(results.rows), "notes": results.notes}
         typer.echo(json.dumps({**document, "kernels": kernel_rows(results.rows), "files": files}))
         return
-    cells = [_cells(row, results.rows) for row in results.rows]
-    print_table("preset|trained by|tokens/s|×|step ms|first s|GiB|MFU|loss|apart|curve", cells)
-    print_table(
-        "preset|trained by|ms of a step, by kind of work|idle",
-        [_kinds(row) for row in results.rows if "profile" in row],
-    )
+    for name in dict.fromkeys(row["preset"] for row in results.rows):
+        _print_preset(name, [row for row in results.rows if row["preset"] == name], plan.small)
     for note in results.notes:
         typer.echo(f"not trained: {note['preset']} {note['learner']}: {note['note']}", err=True)
-    typer.echo(
-        "×: tokens/s over those of torch's ops. apart: the running mean of the loss from theirs, rms over the steps."
-    )
+    if results.rows:
+        typer.echo("×: tokens/s over those of torch; that of nudged, which is the same code, says how exact that is.")
+        typer.echo(
+            "apart: the running mean of the loss from that of torch, rms over the steps; a curve agrees up to limit."
+        )
     typer.echo(f"wrote {', '.join(map(str, written)) or 'nothing: there is no row'}")
     if ending:
         typer.echo(ending, err=True)
 
 
-def _cells(row: dict[str, Any], rows: list[dict[str, Any]]) -> tuple[str, ...]:
-    from fuselm.bench.learners import LEARNERS
-    from fuselm.bench.learning import BASE, smoothed
+def _print_preset(name: str, rows: list[dict[str, Any]], small: bool) -> None:
+    typer.echo(f"{'small ' * small}{name}, {rows[0]['precision']}")
+    with_mfu = any(row["mfu"] is not None for row in rows)
+    header = f"learner|tokens/s|×|step ms|first s|GiB|{'MFU|' * with_mfu}apart|limit|curve"
+    print_table(header, [_cells(row, rows, with_mfu) for row in rows], only_first_wraps=True)
+    profiled = [_kinds(row) for row in rows if "profile" in row]
+    print_table("learner|ms of a step, by kind of work|in none", profiled)
+
+
+def _cells(row: dict[str, Any], rows: list[dict[str, Any]], with_mfu: bool) -> tuple[str, ...]:
+    from fuselm.bench.learning import APART, BASE
     from fuselm.bench.learning_report import verdict
 
-    base = next((one for one in rows if (one["preset"], one["learner"]) == (row["preset"], BASE)), None)
+    base = next((one for one in rows if one["learner"] == BASE), None)
     times = "" if base is None else f"{row['tokens_per_second'] / base['tokens_per_second']:.2f}"
+    share = ("" if row["mfu"] is None else f"{row['mfu']:.1%}",) if with_mfu else ()
     return (
-        row["preset"],
-        LEARNERS[row["learner"]].title,
+        row["learner"],
         f"{row['tokens_per_second']:,}",
         times,
         f"{row['step_ms']:.2f}",
         f"{row['first_step_s']:.1f}",
         f"{row['peak_memory_gib']:.2f}",
-        "" if row["mfu"] is None else f"{row['mfu']:.1%}",
-        f"{smoothed(row['losses'])[-1]:.4f}",
-        "" if row["gap"] is None else f"{row['gap']:.2g}",
+        *share,
+        "" if row["gap"] is None else f"{row['gap']:.1e}",
+        "" if row["agrees"] is None else f"{APART * row['noise']:.1e}",
         verdict(row),
     )
 
 
 def _kinds(row: dict[str, Any]) -> tuple[str, ...]:
-    from fuselm.bench.learners import LEARNERS
     from fuselm.bench.step_profile import by_kind
 
     *kinds, idle = by_kind(row["profile"])
-    words = ", ".join(f"{kind['kind']} {kind['ms']:.3g}" for kind in kinds)
-    return (row["preset"], LEARNERS[row["learner"]].title, words, f"{idle['ms']:.3g}")
+    return row["learner"], ", ".join(f"{kind['kind']} {kind['ms']:.3g}" for kind in kinds), f"{idle['ms']:.3g}"
