@@ -199,7 +199,8 @@ def _saved_by_attention(config: ModelConfig, context: int, size: int) -> int:
         normed = heads * (width + turned) * size if config.qk_norm else 0  # the queries before their norm
     else:
         projected = (heads + 2 * keys) * width
-        changed = (heads + keys) * width if config.positions == "rope" or config.qk_norm else 0
+        over = config.positions == "rope" and not config.qk_norm and _fused(config, "rope")  # turned where they lie
+        changed = (heads + keys) * width if (config.positions == "rope" or config.qk_norm) and not over else 0
         if config.qk_norm and config.positions == "rope" and not _fused(config, "rope"):  # fp32: copies of 16 bits
             normed = (heads + keys) * width * 4 * (2 if size < 4 else 1)
     if config.attention_path == "sdpa":

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fuselm.config import PRESETS, ModelConfig, TrainConfig, ops_used, preset
+from fuselm.kernels.torch_ops.choose import GOES_WITH
 from fuselm.kernels.torch_ops.rms_norm import rms_norm, rms_norm_reference
 from fuselm.optim import AdamW, decay_groups
 from fuselm.torchlm.model import Transformer
@@ -134,7 +135,7 @@ def test_a_model_takes_every_op_from_what_its_config_chooses(name: str, path: st
 
     def noting(op: str, function: Any) -> Any:
         def call(*arguments: Any, **options: Any) -> Any:
-            used.add(op)
+            used.add(GOES_WITH.get(op, op))
             return function(*arguments, **options)
 
         return call
