@@ -228,3 +228,26 @@ def test_a_first_step_that_is_bad_leaves_averages_of_zero_and_a_count_of_none() 
 def test_what_makes_a_step_bad(loss: float, norm: float, limit: float, bad: bool) -> None:
     found = Found(torch.tensor(loss), torch.tensor(0.0), torch.tensor(norm), scale=1.0)
     assert bool(found.is_bad(limit)) is bad
+
+
+def test_numbers_have_arrived_when_their_own_gpu_has_sent_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With --device cuda:1 the current device is cuda:0, whose stream knows nothing of them."""
+
+    class OnGpu:
+        is_cuda, device = True, torch.device("cuda:1")
+
+    class OnHost:
+        def copy_(self, numbers: Any, non_blocking: bool) -> OnHost:
+            return self
+
+    class Event:
+        def record(self, stream: Any = "the current device's") -> None:
+            recorded.append(stream)
+
+    recorded: list[Any] = []
+    monkeypatch.setattr(torch, "stack", lambda tensors: OnGpu())
+    monkeypatch.setattr(torch, "empty", lambda size, pin_memory: OnHost())
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"that of {device}")
+    Found(*torch.zeros(3), scale=1.0)
+    assert recorded == ["that of cuda:1"]

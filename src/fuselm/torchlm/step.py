@@ -55,7 +55,8 @@ class Found:
         if numbers.is_cuda:
             self._numbers = torch.empty(3, pin_memory=True).copy_(numbers, non_blocking=True)
             self._arrived = torch.cuda.Event()
-            self._arrived.record()
+            # On the stream of the copy: by itself an event takes that of the current device, which may be another.
+            self._arrived.record(torch.cuda.current_stream(numbers.device))
         else:
             self._numbers = numbers
 
