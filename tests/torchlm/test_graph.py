@@ -178,6 +178,34 @@ def test_a_run_begun_with_graphs_goes_on_without_where_there_are_none(
     assert_same_state(second.run, whole.run)
 
 
+def cannot(work: Callable[[], Sums], parameters: Sequence[Tensor]) -> Any:
+    work()  # as a warm-up does: gradients are there
+    raise graph.NotRecordable("this one cannot be recorded.")
+
+
+def test_a_run_begun_with_graphs_goes_on_without_where_its_step_cannot_be_recorded(
+    data: Path, tmp_path: Path, host: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, _ = trained(tmp_path / "whole", data, {}, cuda_graph=True, micro_batch=2)
+    first, _ = begin(tmp_path / "parts", data, train={"cuda_graph": True, "micro_batch": 2})
+    stop_after(first, 5)
+    with pytest.raises(Interrupted):
+        first.train()
+    monkeypatch.setattr(graph, "record", cannot)
+    with pytest.warns(RuntimeWarning, match=r"cannot be recorded\. This run goes on without one\.") as told:
+        second, _ = trained(tmp_path / "parts", data, {}, cuda_graph=True, micro_batch=2)
+    assert len(told) == 1
+    assert_same_state(second.run, whole.run)
+
+
+def test_a_run_that_begins_with_a_step_that_cannot_be_recorded_is_refused(
+    data: Path, tmp_path: Path, host: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(graph, "record", cannot)
+    with pytest.raises(graph.NotRecordable):
+        trained(tmp_path / "run", data, {}, cuda_graph=True)
+
+
 def test_a_gradient_that_somebody_took_away_is_missed_at_once(host: list[int]) -> None:
     one = model()
     graphed = GraphedGradients(one.loss, list(one.parameters()), parts=2)
@@ -221,6 +249,13 @@ class FakeCuda:
                     raise self.trouble
                 said.append("recorded")
 
+        class Generator:
+            def clone_state(self) -> str:
+                return "a copy"
+
+            def graphsafe_set_state(self, state: str) -> None:
+                said.append(f"random numbers from {state}")
+
         for name, fake in {
             "Stream": Stream,
             "current_stream": Stream,
@@ -230,6 +265,8 @@ class FakeCuda:
             "graph": Recording,
             "get_rng_state": lambda device: "as it was",
             "set_rng_state": lambda state, device: said.append(f"random numbers {state}"),
+            "default_generators": {1: Generator()},
+            "current_device": lambda: 1,
         }.items():
             monkeypatch.setattr(torch.cuda, name, fake)
 
@@ -256,7 +293,7 @@ FULL = torch.OutOfMemoryError("CUDA out of memory")
 @pytest.mark.parametrize(
     ("inside", "outside", "kind", "says"),
     [
-        (WAITS, None, ValueError, r"cannot be recorded \(CUDA error: .* capturing\)\. Begin anew with --overwrite"),
+        (WAITS, None, ValueError, r"cannot be recorded \(CUDA error: .* capturing\)\. Train without a graph\."),
         (
             WAITS,
             RuntimeError("failed due to a previous error during capture"),
@@ -282,7 +319,19 @@ def test_a_step_that_cannot_be_recorded_is_refused_with_the_cause(
 
     with pytest.raises(kind, match=says):
         record(work, [torch.ones(2, requires_grad=True)])
-    assert cuda.said[-1] == "back"
+    assert cuda.said[-2:] == ["back", "random numbers from a copy"]
+
+
+def test_the_first_error_is_told_when_a_gpu_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = FakeCuda(monkeypatch)
+    cuda.trouble = RuntimeError("an illegal memory access")
+
+    def lost() -> int:
+        raise RuntimeError("and once more")
+
+    monkeypatch.setattr(torch.cuda, "current_device", lost)
+    with pytest.raises(ValueError, match=r"cannot be recorded \(an illegal memory access\)"):
+        record(lambda: Sums(*torch.zeros(3)), [torch.ones(2, requires_grad=True)])
 
 
 def test_what_goes_wrong_before_a_recording_is_not_blamed_on_it(monkeypatch: pytest.MonkeyPatch) -> None:

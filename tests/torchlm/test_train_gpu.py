@@ -179,6 +179,28 @@ def test_a_graphed_run_again_and_resumed_has_the_bits_of_an_eager_one(
     assert_same_state(resumed.run, eager.run)
 
 
+def test_a_graphed_run_whose_step_waits_goes_on_without_a_graph_to_the_same_bits(data: Path, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"precision": "bf16", "deterministic": True, "micro_batch": 16}
+    eager, _ = on_gpu(tmp_path / "eager", data, {"dropout": 0.1}, **options)
+    eager.train()
+    first, _ = on_gpu(tmp_path / "parts", data, {"dropout": 0.1}, cuda_graph=True, **options)
+    stop_after(first, 7)
+    with pytest.raises(Interrupted):
+        first.train()
+    second, _ = on_gpu(tmp_path / "parts", data, {"dropout": 0.1}, cuda_graph=True, **options)
+    loss = second.loss
+
+    def waits(inputs: torch.Tensor, targets: torch.Tensor) -> Any:
+        value, balance = loss(inputs, targets)
+        value.item()
+        return value, balance
+
+    second.loss = waits
+    with pytest.warns(RuntimeWarning, match="This run goes on without one"):
+        second.train()
+    assert_same_state(second.run, eager.run)
+
+
 def test_the_usual_attention_can_be_recorded_and_dropout_has_the_same_masks(data: Path, tmp_path: Path) -> None:
     """Its backward adds up in no fixed order: so the first loss alone is the same to the bit."""
     losses = []

@@ -12,6 +12,7 @@ update stays outside, since whether and how far to step depends on numbers that 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -25,6 +26,10 @@ from fuselm.torchlm.step import Found, Loss, Norm, Sums, accumulate
 WARM_UPS = 3
 
 Replay = Callable[[], Any]
+
+
+class NotRecordable(ValueError):
+    """A step that a CUDA graph cannot hold. Nothing has come of it, and the same step can be made without one."""
 
 
 def has_graphs(device: torch.device) -> bool:
@@ -110,15 +115,27 @@ def record(work: Callable[[], Sums], parameters: Sequence[Tensor]) -> tuple[Sums
                 raise
     except RuntimeError as error:
         torch.cuda.set_stream(before)  # which torch leaves undone then
+        with suppress(RuntimeError):  # a GPU that is lost says so again: the first error is the one to be told
+            _end_recording(device)
         raise _refusal(inside or error) from error
     return sums, graph.replay
+
+
+def _end_recording(device: torch.device) -> None:
+    """Have random numbers go on: after a recording that failed torch's generator takes itself for recorded still.
+
+    It would refuse every dropout. A copy of its state stands at the same number, and is of no recording.
+    """
+    index = torch.cuda.current_device() if device.index is None else device.index
+    generator = torch.cuda.default_generators[index]
+    generator.graphsafe_set_state(generator.clone_state())
 
 
 def _refusal(cause: RuntimeError) -> Exception:
     if isinstance(cause, torch.OutOfMemoryError):
         return cause
     said = str(cause).strip().partition("\n")[0]
-    return ValueError(
-        f"A CUDA graph holds a step that never waits for the GPU; this one cannot be recorded ({said}). Begin anew "
-        "with --overwrite and without --cuda-graph."
+    return NotRecordable(
+        f"A CUDA graph holds a step that never waits for the GPU; this one cannot be recorded ({said}). Train without "
+        "a graph."
     )

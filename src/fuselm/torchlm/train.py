@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 import time
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -30,7 +31,7 @@ from fuselm.optim import AdamW, decay_groups
 from fuselm.text.tokenizer import Tokenizer
 from fuselm.torchlm.evaluate import Evaluation, evaluate
 from fuselm.torchlm.feed import Feed
-from fuselm.torchlm.graph import GraphedGradients, check_device, has_graphs
+from fuselm.torchlm.graph import GraphedGradients, NotRecordable, check_device, has_graphs
 from fuselm.torchlm.log import Listener
 from fuselm.torchlm.memory import logits_bytes, pick_micro_batch
 from fuselm.torchlm.model import Transformer
@@ -130,6 +131,7 @@ class Trainer:
         name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else ""
         self.peak = cost.peak(name, self.precision)
         self._graphed: GraphedGradients | None = None
+        self._eager = not (self.config.cuda_graph and has_graphs(self.device))
         self._stopping = False
         self._begun: float | None = None  # when it would have begun, had it never stopped
         self._since = _Since()
@@ -209,17 +211,23 @@ class Trainer:
 
     def _gradients(self) -> Found:
         """Those of the next batch, launched one by one or as a graph."""
-        batches, scale = self.feed.next(self.micro_batch), self.scaler.scale
+        batches, scale = list(self.feed.next(self.micro_batch)), self.scaler.scale
         fixed: dict[str, Any] = {
             "parts": self.config.batch_size // self.micro_batch,
             "balance_weight": self.run.model.balance_weight if self.run.model.num_experts else 0.0,
             "norm": self.model.ops.global_norm,
         }
-        if not (self.config.cuda_graph and has_graphs(self.device)):
-            return gradients(self.loss, self.parameters, batches, scale=scale, **fixed)
-        if self._graphed is None:
-            self._graphed = GraphedGradients(self.loss, self.parameters, **fixed)
-        return self._graphed(batches, scale)
+        if not self._eager:
+            self._graphed = self._graphed or GraphedGradients(self.loss, self.parameters, **fixed)
+            try:
+                return self._graphed(batches, scale)
+            except NotRecordable as error:
+                if not self.run.has_checkpoint:
+                    raise
+                # Begun where this could be recorded, and as good without: what it has learnt is not to be lost.
+                warnings.warn(f"{error} This run goes on without one.", RuntimeWarning, stacklevel=2)
+                self._graphed, self._eager = None, True
+        return gradients(self.loss, self.parameters, batches, scale=scale, **fixed)
 
     def _limit(self) -> float:
         """The loss above which a step counts as a spike and is not made."""
