@@ -6,19 +6,24 @@ import dataclasses
 import gc
 import json
 import math
+import os
+import subprocess
+import sys
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from fuselm.bench import learners, liger
-from fuselm.bench.learners import Task, begun, run
+from fuselm.bench import learners, liger, plain_trainer, step_profile
+from fuselm.bench.learners import LEARNERS, Task, begun, make_ready, run
 from fuselm.bench.learning import Plan, prepared
 from fuselm.bench.plain_trainer import PlainTrainer
 from fuselm.config import PRESETS
+from fuselm.kernels import build
 
 STEPS = 12
 
@@ -103,11 +108,113 @@ def test_a_nudge_is_within_a_rounding_error_and_no_less(data: dict[str | int, st
 def test_spans_of_steps_have_a_spread(monkeypatch: pytest.MonkeyPatch) -> None:
     moments = iter([5.0, 5.0, 5.1, 5.3, 5.4, 6.4])  # the first is where the clock begins
     monkeypatch.setattr(learners.time, "monotonic", lambda: next(moments))
-    marks = learners.Marks()
+    marks = learners.Marks(torch.device("cpu"))
     for _ in range(4):
         marks.set()
     assert marks.begin == 5.0
     assert marks.spread() == (10.0, 100.0)
+
+
+class Gpu:
+    """What of torch.cuda a measurement asks; it must not ask about a GPU that the task has nothing to do with."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.asked: list[str] = []
+        asked = self.asked
+
+        class Event:
+            def __init__(self, enable_timing: bool) -> None:
+                pass
+
+            def record(self, stream: str = "the current stream") -> None:
+                asked.append(f"event on {stream}")
+
+        for name, fake in {
+            "Event": Event,
+            "is_available": lambda: True,
+            "is_initialized": lambda: True,
+            "current_stream": lambda device: f"the stream of {device}",
+            "synchronize": lambda device=None: asked.append(f"wait for {device}"),
+            "max_memory_reserved": lambda device=None: asked.append(f"memory of {device}") or 3,
+        }.items():
+            monkeypatch.setattr(torch.cuda, name, fake)
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_what_is_measured_is_the_device_of_the_task(index: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu, device = Gpu(monkeypatch), torch.device("cuda", index)
+    step_profile.wait(device)
+    learners.Marks(device)
+    assert learners._peak_bytes(device) == 3
+    assert gpu.asked == [f"wait for {device}", f"event on the stream of {device}", f"memory of {device}"]
+
+
+def test_on_a_cpu_no_gpu_of_the_machine_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu, device = Gpu(monkeypatch), torch.device("cpu")
+    step_profile.wait(device)
+    learners.Marks(device)
+    assert learners._peak_bytes(device) > 50e6
+    assert gpu.asked == []
+
+
+def test_the_peak_of_a_process_is_not_what_its_parent_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = "import torch; from fuselm.bench.learners import _peak_bytes; print(_peak_bytes(torch.device('cpu')))"
+    held = bytearray(3 << 28)
+    held[:: 1 << 12] = b"x" * (len(held) >> 12)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    answer = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, env=environment
+    )
+    assert 50e6 < int(answer.stdout) < len(held)
+    monkeypatch.setattr(learners, "STATUS", tmp_path / "there is none")
+    assert learners._peak_bytes(torch.device("cpu")) > len(held)
+
+
+def test_context_and_kernels_are_there_before_the_clock_runs(
+    data: dict[str | int, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    now = learners.time.monotonic
+    clock = SimpleNamespace(monotonic=lambda: said.append("clock") or now())
+    monkeypatch.setattr(learners, "time", clock)
+    monkeypatch.setattr(learners, "make_ready", lambda learner, device: said.append(f"{learner.title} on {device}"))
+    run("fused", task("tiny", data), tmp_path)
+    assert said[:2] == ["fuselm on cpu", "clock"]
+
+
+def test_kernels_are_built_for_those_who_have_some(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+    monkeypatch.setattr(torch, "zeros", lambda size, device: made.append(device))
+    monkeypatch.setattr(build, "library", made.append)
+    gpu = torch.device("cuda")
+    for name in ("plain-compile", "torch", "liger-norm", "fused-norm", "fused-graph"):
+        made.append(name)
+        make_ready(LEARNERS[name], gpu)
+    make_ready(LEARNERS["fused"], torch.device("cpu"))
+    assert made == [
+        "plain-compile", gpu, "torch", gpu, "liger-norm", gpu, "fused-norm", gpu, "torch", "fused-graph", gpu, "torch",
+    ]  # fmt: skip
+
+
+def test_what_a_plain_model_takes_to_build_is_all_of_it_and_nothing_of_ours(
+    data: dict[str | int, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer, now = begun("torch", task("tinystories", data), tmp_path), [0]
+
+    def takes(seconds: int, does: Any) -> Any:
+        def call(*given: Any, **more: Any) -> Any:
+            now[0] += seconds
+            return does(*given, **more)
+
+        return call
+
+    monkeypatch.setattr(plain_trainer, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(plain_trainer.PlainModel, "take", takes(10_000, plain_trainer.PlainModel.take))
+    monkeypatch.setattr(plain_trainer.PlainModel, "to", takes(1000, plain_trainer.PlainModel.to))
+    monkeypatch.setattr(plain_trainer, "PlainModel", takes(100, plain_trainer.PlainModel))
+    monkeypatch.setattr(plain_trainer, "Feed", takes(10, plain_trainer.Feed))
+    monkeypatch.setattr(torch.optim, "AdamW", takes(1, torch.optim.AdamW))
+    assert PlainTrainer(trainer, compiled=False).build_seconds == 1111
 
 
 def test_our_model_is_gone_before_a_plain_one_is_measured(data: dict[str | int, str], tmp_path: Path) -> None:

@@ -145,17 +145,17 @@ class WrongSlope(torch.autograd.Function):
 @pytest.mark.usefixtures("in_process")
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_an_op_that_is_a_little_wrong_is_found(precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = learners.begun
+    right = learners.built
 
-    def begun(learner: Any, task: Task, folder: Path) -> Any:
-        trainer = right(learner, task, folder)
+    def built(learner: Any, task: Task, record: Any) -> Any:
+        trainer = right(learner, task, record)
         norm = trainer.model.ops.layer_norm
         if learner == "fused":
             wrong = lambda x, *rest, **more: norm(WrongSlope.apply(x), *rest, **more)  # noqa: E731
             trainer.model.ops.__dict__["layer_norm"] = wrong
         return trainer
 
-    monkeypatch.setattr(learners, "begun", begun)
+    monkeypatch.setattr(learners, "built", built)
     results = Results()
     run(Plan(("naive-char",), precision=precision, **SMALL), tmp_path, results)
     assert [row["agrees"] for row in judged(results.rows)] == [None, None, False]

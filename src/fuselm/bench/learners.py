@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import re
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -25,12 +26,16 @@ from typing import TYPE_CHECKING, Any
 from fuselm.config import Preset, TrainConfig, preset
 
 if TYPE_CHECKING:
+    import torch
+
     from fuselm.bench.plain_trainer import PlainTrainer
+    from fuselm.checkpoint import Run
     from fuselm.torchlm.train import Trainer
 
 Row = dict[str, Any]
 WARM_UP = 5  # steps after the first that are made and not timed
 EVERY = 10  # steps between two words about progress
+STATUS = Path("/proc/self/status")  # of a Linux process
 
 
 @dataclass(frozen=True)
@@ -46,6 +51,11 @@ class Learner:
     cuda_graph: bool = False
     deterministic: bool = False
     nudged: bool = False  # begins with weights a rounding error away: how far apart such runs end, is noise
+
+    @property
+    def fused(self) -> bool:
+        """Whether it has kernels of ours."""
+        return self.ops != "torch" or self.norm == "fused"
 
 
 LEARNERS = {
@@ -104,15 +114,17 @@ def smaller(chosen: Preset) -> Preset:
 def run(name: str, task: Task, folder: Path, on_steps: Callable[[int], object] = lambda made: None) -> Row:
     """Train as this learner does, in this process; the run folder goes into `folder`."""
     from fuselm.bench.plain_trainer import PlainTrainer
-    from fuselm.torchlm.precision import attention_backends
+    from fuselm.torchlm.precision import attention_backends, pick_device
 
     learner = LEARNERS[name]
-    begin = time.monotonic()  # with torch imported: a user's process has that behind it as well
-    trainer = begun(name, task, folder)
+    make_ready(learner, pick_device(task.device))
+    record = recorded(name, task, folder)
+    begin = time.monotonic()
+    trainer = built(name, task, record)
     one: Trainer | PlainTrainer = trainer
     if learner.plain:
         one = PlainTrainer(trainer, compiled=learner.compile)
-        begin = time.monotonic() - one.build_seconds  # without what was done for our model, which is gone now
+        begin = time.monotonic() - one.build_seconds  # its own, and not our model's, which is gone now
     picked = nullcontext() if learner.plain and not learner.cudnn else attention_backends(learner.deterministic)
     with picked:
         found = _timed(one, task.steps, begin, on_steps)
@@ -124,20 +136,43 @@ def run(name: str, task: Task, folder: Path, on_steps: Callable[[int], object] =
     return {"preset": task.preset, "learner": name, **facts, **found}
 
 
+def make_ready(learner: Learner, device: torch.device) -> None:
+    """What no first step is to wait for: a CUDA context, and kernels, which a machine builds once."""
+    import torch
+
+    from fuselm.kernels import build
+
+    if device.type != "cuda":
+        return
+    torch.zeros(1, device=device)
+    if learner.fused:
+        build.library("torch")
+
+
 def begun(name: str, task: Task, folder: Path) -> Trainer:
-    """The trainer of a task before its first step."""
+    """The trainer of a task before its first step, or where the run in the folder stands."""
+    return built(name, task, recorded(name, task, folder))
+
+
+def recorded(name: str, task: Task, folder: Path) -> Run:
+    """The run of a task, in its folder."""
     from fuselm.checkpoint import create
-    from fuselm.data.prepare import open_prepared
     from fuselm.data.readers import TOKENIZER
     from fuselm.text import Tokenizer
-    from fuselm.torchlm.train import Trainer
 
     learner, chosen, tokenizer = LEARNERS[name], task.chosen(), Tokenizer.load(Path(task.data) / TOKENIZER)
     # A BPE of a short text may have fewer tokens than the preset's; the model is of the preset's size all the same.
     vocabulary = tokenizer.vocab_size if isinstance(chosen.tokens, str) else int(chosen.tokens)
     model = chosen.model(max(vocabulary, tokenizer.vocab_size), impl=_impl(learner, task), op_impl=_norm_of(learner))
-    record = create(folder / "run", model=model, train=task.training(name), data={}, tokenizer=tokenizer)
-    trainer = Trainer(record, open_prepared(task.data), device=task.device)
+    return create(folder / "run", model=model, train=task.training(name), data={}, tokenizer=tokenizer)
+
+
+def built(name: str, task: Task, record: Run) -> Trainer:
+    """The trainer of a run."""
+    from fuselm.data.prepare import open_prepared
+    from fuselm.torchlm.train import Trainer
+
+    learner, trainer = LEARNERS[name], Trainer(record, open_prepared(task.data), device=task.device)
     if learner.norm == "liger":
         from fuselm.bench.liger import model_norm
 
@@ -173,21 +208,24 @@ def nudge(trainer: Trainer) -> None:
 
 
 def _timed(trainer: Trainer | PlainTrainer, steps: int, begin: float, on_steps: Callable[[int], object]) -> Row:
+    from fuselm.bench.step_profile import wait
+
+    device = trainer.device
     trainer.advance()
-    _wait()
+    wait(device)
     first = time.monotonic()
     untimed = min(1 + WARM_UP, steps - 1)
     for _ in range(1, untimed):
         trainer.advance()
-    _wait()
-    marks = Marks()
+    wait(device)
+    marks = Marks(device)
     for made in range(untimed + 1, steps + 1):
         trainer.advance()
         if (made - untimed) % EVERY == 0:
             marks.set()
         if made % EVERY == 0:
             on_steps(made)
-    _wait()
+    wait(device)
     end = time.monotonic()
     seconds = (end - marks.begin) / (steps - untimed)
     lows, highs = marks.spread()
@@ -200,7 +238,7 @@ def _timed(trainer: Trainer | PlainTrainer, steps: int, begin: float, on_steps: 
         "step_ms_p90": highs,
         "first_step_s": round(first - begin, 2),
         "seconds": round(end - begin, 2),
-        "peak_memory_gib": round(_peak_bytes() / 2**30, 2),
+        "peak_memory_gib": round(_peak_bytes(device) / 2**30, 2),
         "losses": [round(loss, 7) for loss in trainer.losses()],
     }
 
@@ -208,10 +246,8 @@ def _timed(trainer: Trainer | PlainTrainer, steps: int, begin: float, on_steps: 
 class Marks:
     """Moments between every so many steps: on a GPU of the GPU, which the host may be far ahead of."""
 
-    def __init__(self) -> None:
-        import torch
-
-        self.on_gpu = torch.cuda.is_initialized()
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.on_gpu = device, device.type == "cuda"
         self.begin = time.monotonic()
         self._moments: list[Any] = []
         self.set()
@@ -224,7 +260,7 @@ class Marks:
             self._moments.append(1e3 * time.monotonic())
             return
         self._moments.append(torch.cuda.Event(enable_timing=True))
-        self._moments[-1].record()
+        self._moments[-1].record(torch.cuda.current_stream(self.device))
 
     def spread(self) -> tuple[float | None, float | None]:
         """The 10th and the 90th percentile of milliseconds a step; None of fewer than three spans. After a wait."""
@@ -242,14 +278,7 @@ def _mfu(trainer: Trainer, found: Row) -> float | None:
     return round(cost.mfu(trainer.run.model, found["tokens_per_second"], trainer.peak), 4) if trainer.peak else None
 
 
-def _wait() -> None:
-    import torch
-
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-
-
-def _peak_bytes() -> int:
+def _peak_bytes(device: torch.device) -> int:
     """Of a GPU what torch has taken at most, of a CPU what the process has held.
 
     Taken, and not allocated: what a CUDA graph computes with it has for itself, and allocates nothing any more.
@@ -258,9 +287,15 @@ def _peak_bytes() -> int:
 
     import torch
 
-    if torch.cuda.is_available() and torch.cuda.max_memory_reserved():
-        return torch.cuda.max_memory_reserved()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    if device.type == "cuda":
+        return torch.cuda.max_memory_reserved(device)
+    try:
+        found = re.search(r"^VmHWM:\s*(\d+) kB", STATUS.read_text(), re.MULTILINE)
+    except OSError:
+        found = None
+    # ru_maxrss outlives exec: it would be what the parent held, where that is more.
+    kilobytes = int(found[1]) if found else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return kilobytes * 1024
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

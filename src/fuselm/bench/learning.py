@@ -295,4 +295,4 @@ def fused_disagrees(rows: Sequence[Row]) -> bool:
 
 def is_fused(learner: str) -> bool:
     """Whether it is one of ours."""
-    return LEARNERS[learner].ops != "torch" or LEARNERS[learner].norm == "fused"
+    return LEARNERS[learner].fused

@@ -21,6 +21,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from fuselm.bench.plain_model import PlainModel
 from fuselm.optim import decay_groups
+from fuselm.torchlm.feed import Feed
 from fuselm.torchlm.precision import DTYPES
 from fuselm.torchlm.train import Trainer
 
@@ -31,18 +32,24 @@ class PlainTrainer:
     def __init__(self, trainer: Trainer, *, compiled: bool) -> None:
         begin = time.monotonic()
         plain = PlainModel(trainer.run.model)
-        self.build_seconds = time.monotonic() - begin
+        taking = time.monotonic()
         plain.take(trainer.model)
-        self.config, self.feed, self.device = trainer.config, trainer.feed, trainer.device
+        self.config, self.device = trainer.config, trainer.device
         self.dtype = DTYPES[trainer.precision]
         self.tokens_per_step, self.micro_batch = trainer.tokens_per_step, self.config.batch_size
         self.rate = trainer.rate
         _forget(trainer)
+        taken = time.monotonic()
+        shard, context = trainer.shards["train"], trainer.run.model.context
+        fixed: dict[str, Any] = {"batch_size": self.config.batch_size, "rows": self.config.rows}
+        self.feed = Feed(shard, context=context, seed=self.config.seed, device=self.device, **fixed)
         self.model = plain.to(self.device)
         self.loss: Any = torch.compile(self.model) if compiled else self.model
         on_gpu = self.device.type == "cuda"
         groups = decay_groups(self.model.named_parameters(), self.config.weight_decay)
         self.optimizer = torch.optim.AdamW(groups, betas=self.config.betas, eps=self.config.eps, fused=on_gpu)
+        # As ours is built: model, batches and optimiser, on the device. Taking our weights is no part of it.
+        self.build_seconds = (taking - begin) + (time.monotonic() - taken)
         self.step = 0
         self._losses: list[Tensor] = []
 
@@ -69,8 +76,8 @@ class PlainTrainer:
 
 
 def _forget(trainer: Trainer) -> None:
-    """Our model must neither take memory nor count in the peak."""
-    del trainer.model, trainer.parameters, trainer.optimizer, trainer.loss
+    """Our model must neither take memory nor count in the peak, and the corpus not be there twice."""
+    del trainer.model, trainer.parameters, trainer.optimizer, trainer.loss, trainer.feed
     if trainer.device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(trainer.device)

@@ -58,17 +58,17 @@ def profiled(step: Callable[[], object], device: torch.device, steps: int = STEP
 
     on_gpu = device.type == "cuda"
     step()  # whatever happened in between is behind us
-    _wait(device)
+    wait(device)
     # The clock runs over steps without a profiler: it makes every launch slower.
     begin = time.perf_counter()
     for _ in range(steps):
         step()
-    _wait(device)
+    wait(device)
     step_ms = 1e3 * (time.perf_counter() - begin) / steps
     with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as profiler:
         for _ in range(steps):
             step()
-        _wait(device)
+        wait(device)
     kernels = summed(_events(profiler, on_gpu), steps)
     if not kernels:
         raise RuntimeError(f"A step has kernels; the profiler saw none on {device}. It may lack the right to look.")
@@ -76,7 +76,8 @@ def profiled(step: Callable[[], object], device: torch.device, steps: int = STEP
     return {"step_ms": round(step_ms, 4), "gap_ms": round(max(step_ms - busy, 0.0), 4), "kernels": _largest(kernels)}
 
 
-def _wait(device: torch.device) -> None:
+def wait(device: torch.device) -> None:
+    """Until a GPU has done all that was launched."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
