@@ -7,6 +7,7 @@ import dataclasses
 import json
 import math
 import os
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -125,7 +126,7 @@ def test_fused_ops_learn_as_torchs_do(precision: str, tmp_path: Path) -> None:
     names = [("torch", None), ("nudged", None), ("fused", True)]
     assert [(row["learner"], row["agrees"]) for row in found] == names * 2
     assert results.notes == []
-    assert ("naive-char: fuselm", 40, 40) in told
+    assert ("naive-char fused", 40, 40) in told
     assert all(0 < row["noise"] < 0.05 for row in found if row["noise"] is not None)
     assert all(row["losses"][-1] < row["losses"][0] - 0.3 for row in found)
 
@@ -192,10 +193,46 @@ def test_a_corpus_that_is_too_short_is_refused_once_and_early(tmp_path: Path, mo
         ("torch.AcceleratorError: CUDA error\nCompile with `DSA`\n", "torch.AcceleratorError: CUDA error"),
         ("killed\n\n", "killed"),
         ("", ""),
+        ("a.py:7: UserWarning: slow\n  warnings.warn(\n", ""),
+        ("no room\na.py:7: UserWarning: slow\n  warnings.warn(\n", "no room"),
+        ("a.py:7: UserWarning: slow\n  warn()\nterminate called\n  what():  bad\n", "terminate called"),
     ],
 )  # fmt: skip
 def test_the_reason_is_the_error_and_not_what_follows_it(said: str, why: str) -> None:
     assert learning.reason(said) == why
+
+
+@pytest.mark.parametrize(
+    ("ends", "why"),
+    [
+        ("signal.raise_signal(9)", "ended by signal 9 (SIGKILL: perhaps out of memory)"),
+        ("sys.stderr.write('no room\\n'); sys.stderr.flush(); os.abort()", "ended by signal 6 (SIGABRT); no room"),
+        ("signal.raise_signal(40)", "ended by signal 40 (no name)"),
+        ("warnings.warn('slow'); sys.exit(3)", "it ended with exit code 3"),
+        ("raise ValueError('the rule. The remedy.')", "ValueError: the rule. The remedy."),
+    ],
+)
+def test_a_process_that_a_signal_ended_is_said_to_be(ends: str, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    popen = subprocess.Popen
+
+    def ended(command: list[str], **more: Any) -> Any:
+        return popen([command[0], "-c", f"import os, signal, sys, warnings; {ends}"], **more)
+
+    monkeypatch.setattr(learning.subprocess, "Popen", ended)
+    with pytest.raises(LearnerFailed) as caught:
+        child("torch", Task("tiny", "", 20), lambda made: None)
+    assert str(caught.value) == why
+
+
+def test_tokens_are_heard_of_by_preset_from_the_first_tokenizer_on(tmp_path: Path) -> None:
+    plan, told = Plan(("naive-char", "tiny"), **SMALL), []
+    for name in plan.presets:
+        prepared(plan, name, tmp_path, lambda what, done, of: told.append(what))
+    assert list(dict.fromkeys(told)) == [
+        "naive-char tokenizer train", "naive-char tokenizer valid", "naive-char tokens train",
+        "naive-char tokens valid", "tiny tokenizer train", "tiny tokenizer merge", "tiny tokens train",
+        "tiny tokens valid",
+    ]  # fmt: skip
 
 
 def small_task(tmp_path: Path) -> Task:

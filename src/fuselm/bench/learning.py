@@ -20,6 +20,7 @@ import dataclasses
 import json
 import math
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -162,9 +163,8 @@ def run(
     for name in plan.presets:
         task = plan.task(name, prepared(plan, name, scratch, on_step))
         for learner in plan.learners_of(name):
-            what = f"{name}: {LEARNERS[learner].title}"
             try:
-                row = child(learner, task, partial(_tell, on_step, what, plan.steps))
+                row = child(learner, task, partial(_tell, on_step, stage(name, learner), plan.steps))
             except LearnerFailed as error:
                 results.notes.append({"preset": name, "learner": learner, "note": str(error), "log": error.log})
             else:
@@ -172,8 +172,17 @@ def run(
             keep()
 
 
+def stage(name: str, learner: str) -> str:
+    """What `on_step` hears of a learner's run: short, as a terminal is 80 columns wide."""
+    return f"{name} {learner}"
+
+
 def _tell(on_step: OnStep, what: str, of: int, made: int) -> None:
     on_step(what, made, of)
+
+
+def _under(title: str, on_step: OnStep) -> OnStep:
+    return lambda part, done, of: on_step(f"{title} {part}", done, of)
 
 
 def prepared(plan: Plan, name: str, scratch: Path, on_step: OnStep = _nobody) -> Path:
@@ -187,14 +196,18 @@ def prepared(plan: Plan, name: str, scratch: Path, on_step: OnStep = _nobody) ->
 
     chosen = plan.task(name, scratch).chosen()
     folder = scratch / f"tokens-{chosen.tokens}"
+    # A stage is of a preset: what has one name is taken for one piece of work, with one speed.
+    learnt, written = _under(f"{name} tokenizer", on_step), _under(f"{name} tokens", on_step)
     if not folder.exists():
         limit = int(plan.corpus_mb * 1e6)
-        corpus = open_corpus(plan.corpus, limit_bytes=limit, on_progress=partial(on_step, "download"))
+        corpus = open_corpus(plan.corpus, limit_bytes=limit, on_progress=partial(on_step, f"{name} download"))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # a short text has fewer merges: the model has its size anyway
-            by_character = isinstance(chosen.tokens, str)
-            made = character_tokenizer(corpus) if by_character else train_tokenizer(corpus, int(chosen.tokens))
-        prepare(corpus, made, folder, on_progress=lambda split, *counts: on_step(f"tokens, {split}", *counts))
+            if isinstance(chosen.tokens, str):
+                made = character_tokenizer(corpus, on_progress=learnt)
+            else:
+                made = train_tokenizer(corpus, chosen.tokens, on_progress=learnt)
+        prepare(corpus, made, folder, on_progress=written)
     try:
         size, context = chosen.train().batch_size, chosen.model(256).context
         Loader(open_prepared(folder)["train"], batch_size=size, context=context)
@@ -222,16 +235,30 @@ def child(learner: str, task: Task, on_made: Callable[[int], object]) -> Row:
         if process.returncode:
             errors.seek(0)
             said = errors.read()
-            raise LearnerFailed(reason(said) or f"it ended with exit code {process.returncode}", said[-3000:])
+            raise LearnerFailed(how_it_ended(process.returncode, said), said[-3000:])
     row: Row = json.loads(last)
     return {**row, "process_s": round(time.monotonic() - begin, 1)}
 
 
+def how_it_ended(code: int, said: str) -> str:
+    """Why a process has no row: a signal, which it can say nothing of, and what it said."""
+    why = reason(said)
+    if code >= 0:
+        return why or f"it ended with exit code {code}"
+    name = signal.Signals(-code).name if -code in set(signal.Signals) else "no name"
+    hint = ": perhaps out of memory" if -code == signal.SIGKILL else ""
+    return f"ended by signal {-code} ({name}{hint})" + (f"; {why}" if why else "")
+
+
 def reason(said: str) -> str:
-    """The error that a process ended with: what follows it may be advice, or complaints of those who clear up."""
-    lines = [line.strip() for line in said.splitlines() if line.strip()]
-    errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception|Failed|Interrupt)\b", line)]
-    return (errors or lines or [""])[-1]
+    """The error that a process ended with: what follows it may be advice, or complaints of those who clear up.
+
+    Without one the last line, but not of a warning, which is followed by the line of source that gave it.
+    """
+    lines = [line for line in said.splitlines() if line.strip() and not re.search(r":\d+: \w*Warning: ", line)]
+    errors = [line for line in lines if re.match(r"\s*[\w.]*(Error|Exception|Failed|Interrupt)\b", line)]
+    flush = [line for line in lines if not line[0].isspace()]
+    return (errors or flush or [""])[-1].strip()
 
 
 # --- judging ---------------------------------------------------------------------------------------------------------
