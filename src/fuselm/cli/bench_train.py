@@ -96,7 +96,10 @@ def train(
     results, ending = Results(), ""
     with told():
         try:
-            with tempfile.TemporaryDirectory(dir=out, prefix=".bench-") as scratch, bar(_units(plan)) as step:
+            with (
+                tempfile.TemporaryDirectory(dir=out, prefix=".bench-") as scratch,
+                bar(_units(plan), _stages(plan)) as step,
+            ):
                 run(plan, Path(scratch), results, step, keep=lambda: _write(out, plan, results))
         except KeyboardInterrupt:
             kept = "what was measured until then is kept" if results.rows else "before there was anything to keep"
@@ -136,12 +139,14 @@ def _check_corpus(plan: Plan) -> None:
     open_corpus(plan.corpus, limit_bytes=int(plan.corpus_mb * 1e6))
 
 
-def _units(plan: Plan) -> dict[str, str]:
-    from fuselm.bench.learners import LEARNERS
+def _stages(plan: Plan) -> list[str]:
+    from fuselm.bench.learning import stage
 
-    return {
-        f"{name}: {LEARNERS[learner].title}": "steps" for name in plan.presets for learner in plan.learners_of(name)
-    }
+    return [stage(name, learner) for name in plan.presets for learner in plan.learners_of(name)]
+
+
+def _units(plan: Plan) -> dict[str, str]:
+    return dict.fromkeys(_stages(plan), "steps") | {f"{name} tokenizer merge": "merges" for name in plan.presets}
 
 
 def _fused_failed(results: Results) -> bool:
