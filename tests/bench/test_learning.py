@@ -347,10 +347,23 @@ def test_files_have_a_row_for_each_learner_and_each_step(tmp_path: Path) -> None
 
 
 def test_what_is_of_a_comparison_before_does_not_stay(tmp_path: Path) -> None:
-    for name in ("kernels.csv", "small.png", "mine.png"):
+    before = [{**row, "preset": "small", "profile": {"gap_ms": 1.0, "kernels": []}} for row in measured()]
+    learning_report.write(tmp_path, {}, before, [])
+    for name in ("small.png", "demo.png", "mine.png"):  # the first is of that comparison
         (tmp_path / name).write_text("old")
     learning_report.write(tmp_path, {}, measured(), [])
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["curves.csv", "mine.png", "rows.csv", "rows.json"]
+    names = ["curves.csv", "demo.png", "mine.png", "rows.csv", "rows.json"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
+
+
+@pytest.mark.parametrize("there", ["", "[1]", '{"rows": [{"op": "add"}]}', '{"rows": 3}', '{"rows": []}', "{"])
+def test_nobody_elses_files_are_removed(there: str, tmp_path: Path) -> None:
+    if there:
+        (tmp_path / "rows.json").write_text(there)
+    for name in ("kernels.csv", "tiny.png", "tinylm.png"):
+        (tmp_path / name).write_text("mine")
+    learning_report.write(tmp_path, {}, measured(), [])
+    assert {path.name for path in tmp_path.iterdir()} >= {"kernels.csv", "tiny.png", "tinylm.png"}
 
 
 def test_a_preset_has_a_picture_also_where_little_is_known(tmp_path: Path) -> None:

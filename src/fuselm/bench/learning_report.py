@@ -9,6 +9,7 @@ Knows judged rows (learning.py) and, for pictures, matplotlib. Files are whole o
 from __future__ import annotations
 
 import io
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -90,11 +91,22 @@ def write(folder: Path, header: Mapping[str, Any], rows: Sequence[Row], notes: S
         "rows.json": to_json({**header, "rows": table, "notes": list(notes)}),
     }
     texts |= {"kernels.csv": to_csv(kernels, KERNEL_FIELDS)} if kernels else {}
-    for old in (folder / "kernels.csv", *(folder / f"{name}.png" for name in PRESETS)):
-        old.unlink(missing_ok=True)  # of a comparison before this one: it would seem to be of this
+    for old in _written_before(folder):
+        old.unlink(missing_ok=True)  # it would seem to be of this comparison
     for name, text in texts.items():
         write_whole(folder / name, text)
     return [folder / name for name in texts]
+
+
+def _written_before(folder: Path) -> list[Path]:
+    """What a comparison before this one may have made that this one does not write over; no file of anybody else's."""
+    try:
+        rows = json.loads((folder / "rows.json").read_text(encoding="utf-8"))["rows"]
+        names = {row["preset"] for row in rows if row["learner"] in LEARNERS}
+    except (OSError, ValueError, KeyError, TypeError):  # there was none, or rows.json is of something else
+        return []
+    pictures = [folder / f"{name}.png" for name in PRESETS if name in names]
+    return [folder / "kernels.csv", *pictures] if names else []
 
 
 def verdict(row: Row) -> str:
