@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
-from fuselm.bench import learning
+from fuselm.bench import learning, learning_report
 from fuselm.bench.learning import LearnerFailed
 from fuselm.cli import app, bench_train
 from tests.bench.test_bench_command import in_one_line
+from tests.torchlm.runs import child_environment
 
 SHORT = ["bench", "train", "--device", "cpu", "--presets", "tiny", "--steps", "20", "--limit-mb", "0.05"]
 
@@ -63,20 +70,55 @@ def test_a_table_for_people_and_an_exit_code_when_ours_differs(tmp_path: Path, m
     assert invoke(*SHORT, "--out", str(tmp_path)).exit_code == 0
 
 
-@pytest.mark.parametrize("failing", ["fused", "nudged", "torch"])
+@pytest.mark.parametrize("failing", ["fused", "nudged", "torch", "torch-compile"])
 def test_a_learner_that_fails_is_told_and_what_cannot_be_judged_is_an_error(
     failing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def child(name: str, task: Any, on_made: Any) -> dict[str, Any]:
         if name == failing:
-            raise LearnerFailed("no module named so")
+            raise LearnerFailed("no module named so", "all that it said")
         return a_row("tiny", name)
 
     monkeypatch.setattr(learning, "child", child)
-    result = invoke(*SHORT, "--out", str(tmp_path))
+    result = invoke(*SHORT, "--learners", "torch-compile,fused", "--out", str(tmp_path))
     assert result.exit_code == 1
     assert f"not trained: tiny {failing}: no module named so" in result.stderr
-    assert json.loads((tmp_path / "rows.json").read_text())["notes"][0]["learner"] == failing
+    [note] = json.loads((tmp_path / "rows.json").read_text())["notes"]
+    assert (note["learner"], note["log"]) == (failing, "all that it said")
+
+
+@pytest.mark.parametrize("options", [[], ["--json"]])
+def test_when_nothing_is_trained_that_is_an_error_and_why_is_kept(
+    options: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def child(name: str, task: Any, on_made: Any) -> dict[str, Any]:
+        raise LearnerFailed("no room", "all that it said")
+
+    monkeypatch.setattr(learning, "child", child)
+    result = invoke(*SHORT, "--out", str(tmp_path), *options)
+    assert result.exit_code == 1
+    assert "not trained: tiny fused: no room" in result.stderr
+    assert "rows.json has the end of what they said" in result.stderr
+    kept = json.loads((tmp_path / "rows.json").read_text())
+    assert (kept["rows"], {note["log"] for note in kept["notes"]}) == ([], {"all that it said"})
+
+
+@pytest.mark.parametrize(("writer", "full_at"), [("write", 4), ("pictures", 1)])
+def test_a_full_disk_ends_in_words(writer: str, full_at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where it is full when all are trained: rows are written after each of the three, and once more."""
+    right, calls = getattr(learning_report, writer), []
+
+    def write(*given: Any, **more: Any) -> Any:
+        calls.append(1)
+        if len(calls) == full_at:
+            raise OSError(28, "No space left on device", "rows.csv")
+        return right(*given, **more)
+
+    monkeypatch.setattr(learning_report, writer, write)
+    monkeypatch.setattr(learning, "child", lambda name, task, _: a_row("tiny", name))
+    result = invoke(*SHORT, "--out", str(tmp_path))
+    assert (result.exit_code, type(result.exception)) == (1, SystemExit)
+    assert "error: rows.csv: No space left on device" in result.stderr
 
 
 def test_ctrl_c_keeps_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,7 +132,56 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path: Path, monkeypatch: pytest.Monk
     assert result.exit_code == 130
     assert "interrupted: what was measured until then is kept" in result.stderr
     assert [row["learner"] for row in json.loads((tmp_path / "rows.json").read_text())["rows"]] == ["torch"]
-    assert not list(tmp_path.glob(".bench-*"))
+    assert not list(tmp_path.glob(".bench*"))
+
+
+def processes_of(parent: int) -> list[int]:
+    found = []
+    for status in Path("/proc").glob("[0-9]*/status"):
+        with contextlib.suppress(OSError):
+            if f"PPid:\t{parent}\n" in status.read_text():
+                found.append(int(status.parent.name))
+    return found
+
+
+def test_sigterm_ends_as_ctrl_c_does_and_leaves_no_folder_and_no_process(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "fuselm", *SHORT, "--steps", "1000000", "--out", str(tmp_path)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=child_environment()) as process:
+        until = time.monotonic() + 120
+        while not list(tmp_path.glob(".bench*/*/run/config.json")):
+            assert time.monotonic() < until
+            assert process.poll() is None
+            time.sleep(0.05)
+        learners = processes_of(process.pid)
+        assert learners
+        process.terminate()
+        process.terminate()
+        assert process.wait(60) == 130
+        assert process.stderr is not None
+        assert "interrupted: before there was anything to keep" in process.stderr.read()
+    assert list(tmp_path.iterdir()) == []
+    for learner in learners:
+        with pytest.raises(ProcessLookupError):
+            os.kill(learner, 0)
+
+
+def test_a_signal_means_afterwards_what_it_meant_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(learning, "child", lambda name, task, _: a_row("tiny", name))
+    before = signal.getsignal(signal.SIGTERM)
+    invoke(*SHORT, "--out", str(tmp_path))
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_what_a_killed_comparison_left_is_swept_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(learning, "child", lambda name, task, _: a_row("tiny", name))
+    program = (
+        "import pathlib, sys; from fuselm.files import partial_path\n"
+        "(partial_path(pathlib.Path(sys.argv[1])) / 'tokens').mkdir(parents=True)"
+    )
+    subprocess.run([sys.executable, "-c", program, str(tmp_path / "bench")], check=True, env=child_environment())
+    assert list(tmp_path.glob(".bench*"))
+    assert invoke(*SHORT, "--out", str(tmp_path)).exit_code == 0
+    assert not list(tmp_path.glob(".bench*"))
 
 
 def test_an_interrupt_before_there_is_a_row_writes_over_nothing(
@@ -103,7 +194,7 @@ def test_an_interrupt_before_there_is_a_row_writes_over_nothing(
     (tmp_path / "rows.csv").write_text("good")
     result = invoke(*SHORT, "--out", str(tmp_path))
     assert result.exit_code == 130
-    assert "nothing: there is no row" in result.stdout
+    assert "nothing: no learner came to its end" in result.stdout
     assert "interrupted: before there was anything to keep" in result.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["rows.csv"]
 

@@ -7,7 +7,10 @@ fuselm bench train --presets gpt-124m --learners fused,fused-graph --steps 200 -
 from __future__ import annotations
 
 import json
-import tempfile
+import shutil
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -31,7 +34,7 @@ fp32 loss, where that is more: the table has the limit.
 Files: rows.csv, curves.csv, rows.json, with --profile kernels.csv, and a picture for each preset. On a CPU small models
 of the same kinds are trained (two layers of 64, rows of 32 tokens), by torch's ops and fuselm's alone, unless
 --learners says otherwise: that shows that everything works, and says nothing about the kernels. The exit code is 1 when
-one of fuselm's fails, or its curve differs or cannot be judged.
+a learner fails, or the curve of one of fuselm's differs or cannot be judged.
 
 Examples:
 
@@ -79,7 +82,7 @@ def train(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
 ) -> None:
     """Compare; the help text is HELP."""
-    from fuselm.bench.learning import CORPUS_MB, PRESETS, SMALL_STEPS, STEPS, Plan, Results, fused_disagrees, run
+    from fuselm.bench.learning import CORPUS_MB, PRESETS, SMALL_STEPS, STEPS, Plan, Results, fused_disagrees
 
     place = device_of(device)
     small = quick or place == "cpu"
@@ -93,21 +96,55 @@ def train(
     check_folder(out)
     if small:
         typer.echo("small models of the same kinds: their figures say nothing about the large ones", err=True)
-    results, ending = Results(), ""
-    with told():
-        try:
-            with (
-                tempfile.TemporaryDirectory(dir=out, prefix=".bench-") as scratch,
-                bar(_units(plan), _stages(plan)) as step,
-            ):
-                run(plan, Path(scratch), results, step, keep=lambda: _write(out, plan, results))
-        except KeyboardInterrupt:
-            kept = "what was measured until then is kept" if results.rows else "before there was anything to keep"
-            ending = f"interrupted: {kept}"
-    written = _write(out, plan, results) + _draw(out, plan, results)
-    _print(plan, results, written, ending, as_json)
-    bad = fused_disagrees(results.rows) or _fused_failed(results)
+    results = Results()
+    with told(), _terminated_as_interrupted():
+        ending = _measure(out, plan, results)
+        written = _write(out, plan, results) + _draw(out, plan, results)
+        _print(plan, results, written, ending, as_json)
+    bad = bool(results.notes) or fused_disagrees(results.rows)
     raise typer.Exit(130 if ending else int(bad))
+
+
+@contextmanager
+def _terminated_as_interrupted() -> Iterator[None]:
+    """SIGTERM ends the command as Ctrl-C does, with no process and no folder left behind; a second one is not heard."""
+
+    def handle(number: int, frame: Any) -> None:
+        signal.signal(number, signal.SIG_IGN)  # `timeout` and make repeat it while files are written
+        raise KeyboardInterrupt
+
+    previous = signal.signal(signal.SIGTERM, handle)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+def _measure(out: Path, plan: Plan, results: Results) -> str:
+    """Train, and keep each row as it comes; what is to be said of an early end, or nothing."""
+    from fuselm.bench.learning import run
+
+    try:
+        with _scratch(out) as scratch, bar(_units(plan), _stages(plan)) as step:
+            run(plan, scratch, results, step, keep=lambda: _write(out, plan, results))
+    except KeyboardInterrupt:
+        kept = "what was measured until then is kept" if results.rows else "before there was anything to keep"
+        return f"interrupted: {kept}"
+    return ""
+
+
+@contextmanager
+def _scratch(out: Path) -> Iterator[Path]:
+    """A folder for tokens and runs; what killed processes have left of theirs goes first."""
+    from fuselm.files import partial_path, sweep
+
+    sweep(out / "bench")
+    folder = partial_path(out / "bench")
+    try:
+        folder.mkdir()
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _names(text: str) -> tuple[str, ...]:
@@ -149,21 +186,15 @@ def _units(plan: Plan) -> dict[str, str]:
     return dict.fromkeys(_stages(plan), "steps") | {f"{name} tokenizer merge": "merges" for name in plan.presets}
 
 
-def _fused_failed(results: Results) -> bool:
-    from fuselm.bench.learning import is_fused
-
-    return any(is_fused(note["learner"]) for note in results.notes)
-
-
 # --- what is shown ---------------------------------------------------------------------------------------------------
 
 
 def _write(out: Path, plan: Plan, results: Results) -> list[Path]:
-    """The figures so far; nothing is written over while there are none."""
+    """The figures so far, and why there are no others; nothing is written over while there is neither."""
     from fuselm.bench.learning import judged
     from fuselm.bench.learning_report import write
 
-    if not results.rows:
+    if not results.rows and not results.notes:
         return []
     results.rows = judged(results.rows)
     return write(out, _header(plan), results.rows, results.notes)
@@ -191,6 +222,10 @@ def _draw(out: Path, plan: Plan, results: Results) -> list[Path]:
 def _print(plan: Plan, results: Results, written: list[Path], ending: str, as_json: bool) -> None:
     from fuselm.bench.learning_report import as_rows, kernel_rows
 
+    for note in results.notes:
+        typer.echo(f"not trained: {note['preset']} {note['learner']}: {note['note']}", err=True)
+    if results.notes:
+        typer.echo("rows.json has the end of what they said", err=True)
     if as_json:
         files = [str(path) for path in written]
         document = {**_header(plan), "ending": ending, "rows": as_rows(results.rows), "notes": results.notes}
@@ -198,14 +233,12 @@ def _print(plan: Plan, results: Results, written: list[Path], ending: str, as_js
         return
     for name in dict.fromkeys(row["preset"] for row in results.rows):
         _print_preset(name, [row for row in results.rows if row["preset"] == name], plan.small)
-    for note in results.notes:
-        typer.echo(f"not trained: {note['preset']} {note['learner']}: {note['note']}", err=True)
     if results.rows:
         typer.echo("×: tokens/s over those of torch; that of nudged, which is the same code, says how exact that is.")
         typer.echo(
             "apart: the running mean of the loss from that of torch, rms over the steps; a curve agrees up to limit."
         )
-    typer.echo(f"wrote {', '.join(map(str, written)) or 'nothing: there is no row'}")
+    typer.echo(f"wrote {', '.join(map(str, written)) or 'nothing: no learner came to its end'}")
     if ending:
         typer.echo(ending, err=True)
 
