@@ -22,8 +22,9 @@ APART_WORDS = (
     "same weights (rms over the steps). Noise is how far it is after a rounding error in those weights; a curve "
     "differs that is more than three times as far."
 )
+OLD_MARK = "†"  # of a row that is older than others
 OLD_WORDS = (
-    "These rows are of the sources before the kernels of embedding, activations, RoPE and AdamW, and of random tokens; "
+    "{rows} are of the sources before the kernels of embedding, activations, RoPE and AdamW, and of random tokens; "
     "the plain model neither clipped its gradients nor had a schedule; memory is "
     "what torch had allocated."
 )
@@ -71,19 +72,24 @@ def _on_another_day(record: Mapping[str, Any], part: str) -> str:
 
 def _speed_table(rows: Sequence[Row], date: str) -> list[str]:
     """A line for each learner but the nudged one, which is there to say what noise is."""
-    learnt = any("curve" in row for row in rows)  # not in records before 2026-11-18
+    shown = [row for row in judged(rows) if row["learner"] != NUDGED]
+    learnt = any("curve" in row for row in shown)  # not in records before 2026-11-18
+    old = [row for row in shown if "curve" not in row]
     more = (" MFU | loss apart |", "---:|---:|") if learnt else ("", "")
+    words = [APART_WORDS] if learnt else []
+    words += [OLD_WORDS.format(rows=f"Rows with {OLD_MARK}" if learnt else "These rows")] if old else []
     return [
         "| preset | tokens a step | trained by | tokens/s | first step | peak memory |" + more[0],
         "|---|---:|---|---:|---:|---:|" + more[1],
-        *(_speed_line(row, date, learnt) for row in judged(rows) if row["learner"] != NUDGED),
+        *(_speed_line(row, date, learnt) for row in shown),
         "",
-        APART_WORDS if learnt else OLD_WORDS,
+        " ".join(words),
     ]
 
 
 def _speed_line(row: Row, date: str, learnt: bool) -> str:
     who = re.sub(r"(--[\w-]+)", r"`\1`", LEARNERS[row["learner"]].title)
+    who += f" {OLD_MARK}" if learnt and "curve" not in row else ""
     who += "" if row.get("date", date) == date else f" ({row['date']})"
     what = row["preset"] + ("" if row.get("precision", "bf16") == "bf16" else f", {row['precision']}")
     line = (
