@@ -344,6 +344,16 @@ def test_other_data_for_a_run_is_refused(finished: Path, tmp_path: Path) -> None
     assert_refused(fuselm(other, *TINY, "--out", finished), "data.corpus = ")
 
 
+def test_a_corpus_that_is_not_there_is_said_before_the_run_that_is(tmp_path: Path) -> None:
+    text, out = tmp_path / "text.txt", tmp_path / "run"
+    text.write_text("once upon a time there was a very small story\n" * 400)
+    assert fuselm(text, *TINY, "--out", out).exit_code == 0
+    assert_refused(fuselm(tmp_path / "missing.txt", *TINY, "--out", out), "missing.txt' is neither.")
+    assert_refused(fuselm("stories", *TINY, "--out", out), "A run keeps its config")
+    text.unlink()  # of which the run has all that it needs
+    assert fuselm(text, *TINY, "--out", out).exit_code == 0
+
+
 @pytest.mark.parametrize(
     ("more", "named"),
     [

@@ -173,6 +173,8 @@ def _opened(plan: Plan) -> tuple[Run, dict[str, Shard]]:
     from fuselm.text.tokenizer import Tokenizer
 
     there = checkpoint.open_run(plan.out)
+    if plan.prepared is None and plan.corpus != there.data.get("corpus"):
+        open_named(plan.corpus, plan.limit_mb, lambda *_: None)  # one that is not there is what is wrong first
     model = plan.preset.model(there.model.vocab_size, **plan.model_changes)
     data = {**there.data, **plan.request()}
     train = plan.train
