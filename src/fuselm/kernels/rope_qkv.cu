@@ -164,7 +164,7 @@ Status launch_dtype(JoinArgs& a, const TensorView (&from)[kParts], cudaStream_t 
   a.interleaved = kInterleaved;
   auto run = [&](auto kernel, int lanes) { return launch_join(a, kernel, lanes, slots, from[0], stream); };
   if (!vectors) return run(rope_qkv_backward_any_kernel<T>, shape.sum_lanes());
-  // A lane has a vector of each half or, of neighbours, one vector.
+  // A lane has a vector of each half or, of neighbours, two vectors.
   const int lanes = shape.lanes(kInterleaved ? 2 : 1);
   if (bytes == 16) return run(rope_qkv_backward_kernel<T, kVec<T>, kInterleaved>, lanes);
   if constexpr (sizeof(T) == 2) {
