@@ -5,7 +5,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-NATIVE := $(wildcard src/fuselm/*/*.cu src/fuselm/*/*.cuh src/fuselm/*/*.h src/fuselm/*/*.cpp src/fuselm/*/*.cc tests/*/*.cpp)
+NATIVE := $(wildcard src/fuselm/*/*.cu src/fuselm/*/*.cuh src/fuselm/*/*.h src/fuselm/*/*.cpp src/fuselm/*/*.cc \
+  tests/*/*.cpp tests/*/*/*.cpp tests/*/*/*.h)
 PART ?=
 OPS ?=
 REST ?=
@@ -21,8 +22,11 @@ demo: $(STAMP) ## Look at this machine, then train a model that tells stories: t
 	$(BIN)/fuselm doctor
 	$(BIN)/fuselm train --preset demo --out runs/demo --samples 20 --overwrite
 
-test: $(STAMP) ## Run every test that needs no GPU, on every core (8 at most)
-	$(BIN)/python -m pytest -m "not gpu and not slow" --numprocesses auto --maxprocesses 8
+TEST := $(BIN)/python -m pytest -m "not gpu and not slow" --numprocesses auto --maxprocesses 8
+
+test: $(STAMP) ## Run every test that needs no GPU, on every core (8 at most), then those of the kernels on a CPU
+	$(TEST)
+	$(TEST) --emulated -k "not oracle" tests/kernels/test_generic_torch.py tests/kernels/test_emulated.py
 
 lint: $(STAMP) ## Check style, types and formatting
 	$(BIN)/ruff check .

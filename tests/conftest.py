@@ -1,9 +1,10 @@
-"""What tests of several rooms share: a build cache of their own, compilers that only pretend, and options for GPUs.
+"""What tests of several rooms share: a build cache of their own, compilers that only pretend, and options.
 
 The pretended nvcc and g++ are shell scripts that note each call and write an output file, so the rules of the build
 (keys, reuse, locks, messages) are tested in milliseconds and on machines without a CUDA toolkit.
 
     pytest -m gpu --of-op softmax --outcomes told.jsonl     # as fuselm.bench.gpu_tests runs them; "-" is of no op
+    pytest --emulated -k rope tests/kernels/test_generic_torch.py   # tests on a CPU are then of the CUDA sources
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ HUGE_AT_ONCE = 2
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("fuselm")
     group.addoption("--of-op", metavar="OP", help=f"only the tests of this op; {NO_OP!r} for those of none")
+    group.addoption("--emulated", action="store_true", help="run the kernels' own sources on this CPU, see emulated.py")
     group.addoption("--outcomes", metavar="FILE", help="a file that gets a line of JSON when a test begins and ends")
 
 

@@ -1,0 +1,199 @@
+"""The kernels' own sources, compiled for a CPU: a GPU is not needed to see whether they compute what they should.
+
+g++ compiles the .cu files beside an emulator of threads (emulator/), with the words of PTX put into C++ here. The
+library registers their launchers as the CPU's implementation of the raw ops, in place of the plain formulas. From then
+on `fuselm.ops` runs kernels on the CPU tensors of this process, and a test of an op on a CPU is one of its kernels.
+There is no way back: `pytest --emulated` does this at its start, for a whole process.
+
+What it vouches for: indices, strides, launch configurations, barriers and exchanges, the order of sums, refusals. What
+it cannot see: speed, whatever hangs on several blocks at a time, and code for sm_80 and above alone (clusters, the copy
+engine, tensor cores). That is what a GPU record is for.
+
+    load()                   # kernels from now on
+    use("small")             # as on a device so small that few rows are many
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib
+import re
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from hashlib import sha256
+from pathlib import Path
+
+import torch
+
+from fuselm import compiler
+from fuselm.files import cache_dir
+from fuselm.kernels import build, toolchain
+from fuselm.kernels.spec import op_names
+
+EMULATOR = Path(__file__).with_name("emulator")
+FLAGS = ("-O1", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-fno-strict-aliasing", "-w")
+LINK_FLAGS = ("-ltorch", "-ltorch_cpu", "-lc10", "-Wl,-z,defs")
+
+MULTIPROCESSORS = {"large": 132, "small": 2}  # of the devices that there are in fibers.cpp, in its order
+NOT_HERE = ("linear_cross_entropy_dweight", "overwrite_l2")  # which are made of what only Hopper has, or of caches
+
+# What the assembler's words mean, by the template of an asm statement without its operands' places.
+PTX = {
+    "": "(void)0",
+    "ld.global.v4.u32 {%0, %1, %2, %3}, [%4];": "emulated::load_words<4>(emulated::number(%4), %0, %1, %2, %3)",
+    "ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];": "emulated::load_words<4>(emulated::number(%4), %0, %1, %2, %3)",
+    "ld.global.v2.u32 {%0, %1}, [%2];": "emulated::load_words<2>(emulated::number(%2), %0, %1)",
+    "ld.global.nc.v2.u32 {%0, %1}, [%2];": "emulated::load_words<2>(emulated::number(%2), %0, %1)",
+    "ld.global.u32 %0, [%1];": "emulated::load_words<1>(emulated::number(%1), %0)",
+    "st.shared.f32 [%0], %1;": "*static_cast<float*>(emulated::shared_pointer(%0)) = %1",
+    "ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];": (
+        "{ const float* four = static_cast<const float*>(emulated::shared_pointer(%4));"
+        " %0 = four[0], %1 = four[1], %2 = four[2], %3 = four[3]; }"
+    ),
+    # In steps of 2^-23, toward 0: 2^x is 1 for what is nearly 0, as on a GPU.
+    "ex2.approx.ftz.f32 %0, %1;": "%0 = std::exp2(std::trunc(%1 * 0x1p23f) * 0x1p-23f)",
+    "rcp.approx.ftz.f32 %0, %1;": "%0 = 1.0f / (%1)",
+}
+
+
+def in_cpp(text: str) -> str:
+    """CUDA C++ as g++ can compile it."""
+    text = re.sub(
+        r"extern __shared__ (?:__align__\(\d+\) )?(\w+) (\w+)\[\];",
+        r"\1* \2 = static_cast<\1*>(emulated::dynamic_shared());",
+        text,
+    )
+    # Blocks run one after another: what they share can lie in one place.
+    text = re.sub(r"__shared__ alignas\((\d+)\)", r"static __attribute__((aligned(\1)))", text)
+    text = re.sub(r"(\w+(?:<[^<>;]*>)?)<<<(.*?)>>>\(", r"emulated::chevrons(\1, \2)(", text)
+    text = text.replace("__shared__", "static").replace("__cvta_generic_to_shared", "emulated::shared_number")
+    return _without_asm(text)
+
+
+def _without_asm(text: str) -> str:
+    made, at = [], 0
+    for found in re.finditer(r"\basm(?: volatile)?\s*\(", text):
+        end = _closing(text, found.end())
+        made += [text[at : found.start()], _meaning(text[found.end() : end])]
+        at = end + 1
+    return "".join([*made, text[at:]])
+
+
+def _closing(text: str, start: int) -> int:
+    """Where the bracket is closed that has been opened before `start`."""
+    depth, quoted = 1, False
+    for at in range(start, len(text)):
+        quoted ^= text[at] == '"'
+        depth += 0 if quoted else {"(": 1, ")": -1}.get(text[at], 0)
+        if depth == 0:
+            return at
+    raise ValueError(f"a bracket must be closed: {text[start : start + 80]}")
+
+
+def _meaning(statement: str) -> str:
+    """One asm statement in C++: its template's meaning with its operands."""
+    template = "".join(re.findall(r'"([^"]*)"', re.split(r'(?<=")\s*:', statement, maxsplit=1)[0]))
+    given = _operands(statement)
+    if template not in PTX:  # nothing that g++ knows either, should it come so far: most is for newer architectures
+        return f'a_meaning_in_emulated_py_is_missing("{template}")'
+    return re.sub(r"%(\d)", lambda found: f"({given[int(found[1])]})", PTX[template])
+
+
+def _operands(statement: str) -> list[str]:
+    """The expressions of what stands as "constraint"(expression), in order."""
+    found = re.finditer(r'"[=+]?[rlfhn]"\s*\(', statement)
+    return [statement[begin.end() : _closing(statement, begin.end())] for begin in found]
+
+
+# ---- building ------------------------------------------------------------------------------------------------------
+
+
+def library() -> Path:
+    """The library of all sources but those of NOT_HERE, built where it is not there yet."""
+    sources = [p for p in build.native_sources() if p.suffix == ".cu" and p.stem not in NOT_HERE]
+    headers = [p for p in build.native_sources() if p.suffix in (".cuh", ".h")]
+    own = sorted(EMULATOR.iterdir())
+    binding = build.SOURCE_DIR / build.BINDINGS["torch"]
+    key = sha256(repr((FLAGS, torch.__version__, compiler.version_text(_host()), sources)).encode())
+    for path in (*sources, *headers, *own, binding, Path(__file__)):
+        key.update(path.read_bytes())
+    folder = cache_dir() / "emulated" / key.hexdigest()[:20]
+    made = folder / "libemulated.so"
+    with compiler.build_lock(folder):
+        if not made.exists():
+            print(f"compiling {len(sources)} kernel sources for this CPU: about a minute, once", file=sys.stderr)
+            _build(sources, headers, binding, folder, made)
+    return made
+
+
+def _build(sources: Sequence[Path], headers: Sequence[Path], binding: Path, folder: Path, made: Path) -> None:
+    texts = {path: in_cpp(path.read_text(encoding="utf-8")) for path in (*headers, *sources)}
+    texts[binding] = _for_cpu(binding.read_text(encoding="utf-8"), "".join(texts[path] for path in sources))
+    for path, text in texts.items():
+        (folder / _name(path)).write_text(text)
+    units = [EMULATOR / "fibers.cpp", *(folder / _name(path) for path in (*sources, binding))]
+    with ThreadPoolExecutor() as pool:
+        objects = list(pool.map(lambda unit: _compile(unit, folder), units))
+    link = (str(_host()), "-shared", *map(str, objects), f"-L{toolchain.package_dir('torch') / 'lib'}", *LINK_FLAGS)
+    compiler.run(link, output=made, log=folder / "link.log", title=made.name)
+    for path in objects:
+        path.unlink()
+
+
+def _host() -> Path:
+    found = compiler.find_host_compiler()
+    if found is None:
+        raise compiler.BuildError("Kernels are emulated by what g++ makes of them; there is none on PATH. Install it.")
+    return found
+
+
+def _name(path: Path) -> str:
+    return f"{path.stem}.cpp" if path.suffix == ".cu" else path.name
+
+
+def _for_cpu(text: str, launchers: str) -> str:
+    """The binding, for the CPU and the launchers that are there."""
+    there = set(re.findall(r"^(?:Status|int64_t) (\w+)\(", launchers, re.MULTILINE))
+    lines = [
+        line
+        for line in text.splitlines()
+        if not (found := re.match(r"\s*FUSELM_OP\((\w+), (?:fuselm::)?(\w+)\);", line)) or found[1] in there
+    ]
+    return "\n".join(lines).replace("(fuselm, CUDA, m)", "(fuselm, CPU, m)")
+
+
+def _compile(unit: Path, folder: Path) -> Path:
+    output = folder / f"{unit.stem}.o"
+    include = ("-isystem", str(toolchain.framework_include("torch"))) if unit.stem.startswith("bind") else ()
+    flags = build.TORCH_FLAGS if include else ("-std=c++20",)
+    command = (str(_host()), *FLAGS, *flags, f"-I{folder}", f"-I{EMULATOR}", *include, "-c", str(unit))
+    compiler.run(command, output=output, log=folder / f"{unit.stem}.log", title=unit.name)
+    return output
+
+
+# ---- using it ------------------------------------------------------------------------------------------------------
+
+
+def load() -> None:
+    """Run kernels on CPU tensors from now on."""
+    for name in op_names():  # whose plain formulas would take the place of kernels that are there first
+        importlib.import_module(f"fuselm.kernels.torch_ops.{name}")
+    torch.ops.load_library(str(library()))
+
+
+def use(size: str) -> None:
+    """As on one of the devices of MULTIPROCESSORS."""
+    _emulator().emulated_device(list(MULTIPROCESSORS).index(size))
+
+
+def launches() -> int:
+    """How many kernels have been launched."""
+    count: int = _emulator().emulated_launches()
+    return count
+
+
+@functools.cache
+def _emulator() -> ctypes.CDLL:
+    return ctypes.CDLL(str(library()))
