@@ -392,67 +392,6 @@ def test_many_elements_have_the_bits_of_few(cuda: str, dtype: str, kind: str, la
             assert one[i].tobytes() == other.tobytes()
 
 
-# ---- kernels that only few elements have ---------------------------------------------------------------------------
-
-# One block of any size, whole blocks of whole warps and of parts of them, no whole blocks, odd counts.
-FEW = [(1, n) for n in (1, 7, 8, 768, 1000, 1024, 1750, 4096, 8072, 12_345, 14_336)]
-FEW += [(7, 1000), (64, 248), (64, 256), (64, 768), (64, 1000), (64, 1536), (64, 16_144)]
-
-
-def assert_few_have_the_bits_of_scattered(cuda: str, dtype: str, kind: str, shape: tuple[int, int]) -> None:
-    """Beside elements one by one, which begin off any vector."""
-    op, options = {**UNARY, **GATED}[kind]
-    call = lambda x: getattr(ops, op)(x, **options)  # noqa: E731
-    made = torch.Generator(cuda).manual_seed(0)
-    packed = torch.randn(shape[0], 2 * shape[1], device=cuda, generator=made).to(TORCH_DTYPES[dtype])
-    half = packed[:, : shape[1]]
-    for x in (half.contiguous(), half) if kind in UNARY else (packed,):
-        whole, scattered = value_and_slope(call, x), value_and_slope(call, lay_out(x, "offset"))
-        assert all(one.tobytes() == other.tobytes() for one, other in zip(whole, scattered, strict=True)), shape
-
-
-@pytest.mark.gpu
-@in_each_dtype
-@pytest.mark.parametrize("kind", [*UNARY, *GATED])
-def test_few_elements_have_the_bits_of_scattered_ones(cuda: str, dtype: str, kind: str) -> None:
-    for shape in FEW:
-        assert_few_have_the_bits_of_scattered(cuda, dtype, kind, shape)
-
-
-@pytest.mark.gpu
-@in_each_dtype
-@pytest.mark.parametrize("kind", ["silu", "swiglu"])
-@pytest.mark.parametrize("more", [-1, 0, 1])
-def test_where_few_elements_end_bits_stay(cuda: str, dtype: str, kind: str, more: int) -> None:
-    vector = 16 // TORCH_DTYPES[dtype].itemsize
-    vectors = 2048 * torch.cuda.get_device_properties(cuda).multi_processor_count
-    for rows in (1, 64):
-        assert_few_have_the_bits_of_scattered(cuda, dtype, kind, (rows, (vectors // rows + more) * vector))
-
-
-@pytest.mark.gpu
-@in_each_dtype
-@over_gated
-@pytest.mark.parametrize("shape", [(1, 8), (1, 4096), (64, 768), (64, 1000)], ids=str)
-def test_one_gradient_of_two_has_the_bits_of_both(cuda: str, dtype: str, kind: str, shape: tuple[int, int]) -> None:
-    op, options = GATED[kind]
-    made = torch.Generator(cuda).manual_seed(0)
-    packed, dy = (torch.randn(shape[0], n, device=cuda, generator=made) for n in (2 * shape[1], shape[1]))
-    packed, dy = packed.to(TORCH_DTYPES[dtype]), dy.to(TORCH_DTYPES[dtype])
-    apart = packed.chunk(2, -1)
-    for halves in (apart, [half.contiguous() for half in apart]):
-        found = []
-        for wanted in ((True, True), (True, False), (False, True)):
-            leaves = [half.detach().requires_grad_(wants) for half, wants in zip(halves, wanted, strict=True)]
-            getattr(ops, op)(*leaves, **options).backward(dy)
-            found.append([leaf.grad for leaf in leaves])
-        both, first, second = found
-        assert first[1] is None
-        assert second[0] is None
-        assert torch.equal(both[0], first[0])
-        assert torch.equal(both[1], second[1])
-
-
 # ---- derivatives and transforms in torch ---------------------------------------------------------------------------
 
 X = torch.linspace(-2, 3, 24, dtype=torch.float32).reshape(3, 8)

@@ -26,7 +26,8 @@ from fuselm.bench.report import LARGE_BYTES, Row, is_arithmetic, shape_text
 ELEMENTWISE = ("gelu", "silu", "relu2", "swiglu", "geglu", "add", "mul")
 SHARES = {
     **{(op, which): 0.95 for op in ELEMENTWISE for which in ("forward", "backward")},
-    **{(op, which): 0.93 for op in ("rope", "rope_qkv") for which in ("forward", "backward")},
+    ("rope", "forward"): 0.93,
+    ("rope", "backward"): 0.93,
     ("embedding", "backward"): 0.50,
     ("layer_norm", "forward"): 0.95,
     ("layer_norm", "backward"): 0.88,

@@ -188,7 +188,7 @@ def _written_over(given: Given, compiling: bool) -> tuple[Tensor, Tensor]:
     """In place where no gradient is recorded."""
     q, k = given[:2]
     if not compiling:
-        refuse_what_cannot_be_overwritten(q, k, False)
+        _refuse_what_cannot_be_overwritten(q, k, False)
     _inplace(*given, False, _NO_OUTPUTS)
     if not compiling:  # who kept q or k for a backward of their own is to hear of it
         torch.autograd.graph.increment_version((q, k))
@@ -210,7 +210,7 @@ def _with_gradients(given: Given, normed: bool, inplace: bool, compiling: bool) 
     elif not inplace:
         made = _apply(q, k, cos, sin, positions, interleaved, False)
     else:
-        refuse_what_cannot_be_overwritten(q, k, True)
+        _refuse_what_cannot_be_overwritten(q, k, True)
         if q.requires_grad and k.requires_grad and not q._is_view() and not k._is_view():
             return _apply(q, k, cos, sin, positions, interleaved, True)
         # Autograd lets a function write over one view, and then return no other tensor besides.
@@ -224,8 +224,7 @@ def _with_gradients(given: Given, normed: bool, inplace: bool, compiling: bool) 
     return made
 
 
-def refuse_what_cannot_be_overwritten(q: Tensor, k: Tensor, learns: bool) -> None:
-    """Refuse leaves, views that autograd will not have changed, and tensors that share a place with themselves."""
+def _refuse_what_cannot_be_overwritten(q: Tensor, k: Tensor, learns: bool) -> None:
     for name, x in (("q", q), ("k", k)):
         known = info(x)
         assert known is not None
