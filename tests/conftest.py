@@ -1,4 +1,5 @@
-"""What tests of several rooms share: a build cache of their own, compilers that only pretend, and options.
+"""What tests of several rooms share: a build cache of their own, compilers that only pretend, options, and an
+emulated GPU.
 
 The pretended nvcc and g++ are shell scripts that note each call and write an output file, so the rules of the build
 (keys, reuse, locks, messages) are tested in milliseconds and on machines without a CUDA toolkit.
@@ -12,8 +13,10 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -43,17 +46,23 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if path := config.getoption("--outcomes"):
         config.pluginmanager.register(Outcomes(Path(path)))
+    if config.getoption("--emulated"):
+        from tests.kernels import emulated
+
+        emulated.load()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     op, names = config.getoption("--of-op"), op_names()
-    if op is None:
-        return
-    if op not in (*names, NO_OP):
+    if op not in (None, *names, NO_OP):
         raise pytest.UsageError(f"--of-op is one of {', '.join(names)} or {NO_OP}; got {op!r}.")
-    others = [item for item in items if op_of_test(item.nodeid, names) != op]
-    config.hook.pytest_deselected(items=others)
-    items[:] = [item for item in items if op_of_test(item.nodeid, names) == op]
+
+    def is_wanted(item: pytest.Item) -> bool:
+        there = config.getoption("--emulated") or "emulated" not in item.keywords
+        return there and (op is None or op_of_test(item.nodeid, names) == op)
+
+    config.hook.pytest_deselected(items=[item for item in items if not is_wanted(item)])
+    items[:] = [item for item in items if is_wanted(item)]
 
 
 @pytest.hookimpl(wrapper=True)
@@ -92,6 +101,23 @@ def reason_of(report: pytest.TestReport) -> str:
     if isinstance(report.longrepr, tuple):
         return report.longrepr[2].removeprefix("Skipped: ") or "no reason"
     return getattr(report, "wasxfail", "") or "no reason"
+
+
+# ---- an emulated GPU -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def emulated_gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With --emulated a large or a small GPU, by the test's name: kernels for few rows and for many are both run."""
+    if not request.config.getoption("--emulated"):
+        return
+    from tests.kernels import emulated
+
+    sizes = list(emulated.MULTIPROCESSORS)
+    size = sizes[zlib.crc32(request.node.nodeid.encode()) % len(sizes)]
+    emulated.use(size)
+    facts = SimpleNamespace(multi_processor_count=emulated.MULTIPROCESSORS[size])
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: facts)
 
 
 # ---- compilers that pretend ----------------------------------------------------------------------------------------

@@ -1,44 +1,16 @@
 """Fixtures of the kernel tests: the device a test runs on, and JAX.
 
 Knows no op. Tests on a GPU carry the mark `gpu`; without a GPU they are skipped, not passed. With --emulated a CPU
-takes the place of one: half of the tests run as on a large GPU and half as on a small one. Tests with the mark
-`emulated` are there then and not otherwise.
+takes the place of one.
 """
 
 from __future__ import annotations
 
 import os
-import zlib
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 
 import pytest
 import torch
-
-from tests.kernels import emulated
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    if config.getoption("--emulated"):
-        emulated.load()
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if config.getoption("--emulated"):
-        return
-    there = [item for item in items if "emulated" not in item.keywords]
-    config.hook.pytest_deselected(items=[item for item in items if "emulated" in item.keywords])
-    items[:] = there
-
-
-@pytest.fixture(autouse=True)
-def emulated_size(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which device is emulated, by the test's name: the kernels for few rows and for many both have their tests."""
-    if request.config.getoption("--emulated"):
-        sizes = list(emulated.MULTIPROCESSORS)
-        size = sizes[zlib.crc32(request.node.nodeid.encode()) % len(sizes)]
-        emulated.use(size)
-        facts = SimpleNamespace(multi_processor_count=emulated.MULTIPROCESSORS[size])
-        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: facts)
 
 
 @pytest.fixture
