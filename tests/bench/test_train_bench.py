@@ -69,8 +69,10 @@ def test_a_run_is_made_whole_and_again_and_in_two_parts(tmp_path: Path, monkeypa
     assert (found["again_equal"], found["resumed_equal"]) == (False, True)
 
 
-def test_rows_are_kept_one_by_one_and_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    out, asked = tmp_path / "train.json", []
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
+    """What was asked for, of one preset whose deterministic learner fails."""
+    asked: list[tuple[str, str]] = []
 
     def child(learner: str, task: Any, on_made: Any) -> dict[str, Any]:
         asked.append((task.preset, learner))
@@ -83,6 +85,11 @@ def test_rows_are_kept_one_by_one_and_in_order(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(bench.learning, "prepared", lambda plan, name, scratch: scratch)
     monkeypatch.setattr(bench.machine, "describe", lambda device: {"date": "2026-01-02"})
     monkeypatch.setattr(bench.machine, "today", lambda: "2026-01-02")
+    return asked
+
+
+def test_rows_are_kept_one_by_one_and_in_order(tmp_path: Path, asked: list[tuple[str, str]]) -> None:
+    out = tmp_path / "train.json"
     old = {"preset": "tinystories", "learner": "fused-deterministic", "step_ms": 7, "date": "2026-01-01"}
     kept = {"speed": [old], "curves": "of another time", "resume": "as it was", "measured": {"resume": "2026-01-01"}}
     out.write_text(json.dumps(kept))
@@ -106,14 +113,58 @@ def test_rows_are_kept_one_by_one_and_in_order(tmp_path: Path, monkeypatch: pyte
     assert "losses" not in found["speed"][0]
 
 
-@pytest.mark.parametrize(
-    "asked", [["--part", "speed", "--only", "tinystorys"], ["--part", "resume", "--only", "torch"]]
-)
-def test_rows_that_are_not_there_are_refused(asked: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_rest_is_what_is_not_of_these_sources(
+    tmp_path: Path, asked: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = ["--out", str(tmp_path / "train.json"), "--part", "speed", "--rest"]
+    found = []
+    for sources in ("then", "then", "now"):
+        monkeypatch.setattr(bench, "sources", lambda sources=sources: sources)
+        with pytest.raises(SystemExit):
+            bench.main(arguments)
+        found.append([learner for _, learner in asked])
+        asked.clear()
+    assert "torch" in found[0]
+    assert "fused-deterministic" in found[0]
+    assert found[1] == ["fused-deterministic"]  # of which there is no row
+    assert found[2] == found[0]
+
+
+def test_no_row_begins_when_time_is_up(
+    tmp_path: Path, asked: list[tuple[str, str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        bench.main(["--out", str(tmp_path / "train.json"), "--part", "speed", "--seconds", "0"])
+    assert (caught.value.code, asked) == (0, [])
+    assert f"{len(bench.rows_with('', bench.Plan(bench.PRESETS)))} rows wait for --rest" in capsys.readouterr().out
+
+
+def test_sources_change_with_what_a_step_is_made_of_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("__init__.py", "optim.py", "bench/train.py", "cli/train.py", "torchlm/step.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("")
+    monkeypatch.setattr(bench.fuselm, "__file__", str(tmp_path / "__init__.py"))
+    before = bench.sources()
+    for name, counts in (("bench/train.py", False), ("cli/train.py", False), ("torchlm/step.py", True)):
+        (tmp_path / name).write_text("edited = True")
+        assert (bench.sources() != before) == counts, name
+
+
+@pytest.mark.parametrize("more", [["--rest"], ["--seconds", "5"]])
+def test_rest_and_seconds_are_refused_without_speed(more: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        bench.main(asked)
+        bench.main(["--part", "resume", *more])
+    assert "are for --part speed alone" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "given", [["--part", "speed", "--only", "tinystorys"], ["--part", "resume", "--only", "torch"]]
+)
+def test_rows_that_are_not_there_are_refused(given: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        bench.main(given)
     told = capsys.readouterr().err
-    assert f"got {asked[-1]!r}" in told
+    assert f"got {given[-1]!r}" in told
     assert "gpt-124m fused-compile" in told
 
 

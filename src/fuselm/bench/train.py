@@ -6,6 +6,7 @@ down as soon as it is there, and one alone can be measured anew.
 
     python -m fuselm.bench.train --part speed                         # also resume, runs; all without --part
     python -m fuselm.bench.train --part speed --only "gpt-124m fused" # these rows anew, the others stay
+    python -m fuselm.bench.train --part speed --rest --seconds 420    # those not of these sources, as time allows
 """
 
 from __future__ import annotations
@@ -14,19 +15,23 @@ import argparse
 import dataclasses
 import hashlib
 import json
+import math
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import fuselm
 from fuselm.bench import learning, machine
 from fuselm.bench.learners import EVERY, Row, Task, begun
 from fuselm.bench.learning import LearnerFailed, Plan
 from fuselm.files import write_whole
+from fuselm.kernels import build
 
 PRESETS = ("tinystories", "gpt-124m", "naive-char", "moe-60m")
 # Runs whose result is written down: name, and the command after `fuselm train`.
@@ -44,11 +49,42 @@ def rows_with(text: str, plan: Plan) -> list[tuple[str, str]]:
     return [name for name in names if text in " ".join(name)]
 
 
-def speed(out: Path, plan: Plan, only: str = "") -> int:
-    """A row for each learner of each preset, or of those that have this text in their names; how many there are not."""
-    failed = 0
+@dataclass(frozen=True)
+class Ask:
+    """Which rows of speed are wanted, and until when one may begin."""
+
+    only: str = ""  # with this text in their names
+    rest: bool = False  # not those that are of these sources
+    seconds: float = math.inf
+
+
+def sources() -> str:
+    """A digest of what a step is made of: kernels and all Python, but of benchmarks and commands."""
+    digest = hashlib.sha256(json.dumps(build.source_hashes(), sort_keys=True).encode())
+    package = Path(fuselm.__file__).parent
+    for path in sorted(package.rglob("*.py")):
+        name = path.relative_to(package).as_posix()
+        if not name.startswith(("bench/", "cli/")):
+            digest.update(name.encode() + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def wanted(kept: Sequence[Row], plan: Plan, ask: Ask) -> list[tuple[str, str]]:
+    """The rows to measure."""
+    here = sources()
+    done = {(row["preset"], row["learner"]) for row in kept if ask.rest and row.get("sources") == here}
+    return [name for name in rows_with(ask.only, plan) if name not in done]
+
+
+def speed(out: Path, plan: Plan, ask: Ask) -> int:
+    """A row for each learner of each preset, or of those that are asked for; how many could not be measured."""
+    failed, begin, here = 0, time.monotonic(), sources()
+    names = wanted(_kept(out).get("speed", []), plan, ask)
     with tempfile.TemporaryDirectory() as folder:
-        for preset, learner in rows_with(only, plan):
+        for place, (preset, learner) in enumerate(names):
+            if time.monotonic() - begin > ask.seconds:
+                print(f"to do: {len(names) - place} rows wait for --rest, from {preset} {learner} on", flush=True)
+                break
             scratch = Path(folder)
             data = learning.prepared(plan, preset, scratch)
             try:
@@ -58,7 +94,7 @@ def speed(out: Path, plan: Plan, only: str = "") -> int:
                 failed += 1
                 continue
             print(json.dumps({name: value for name, value in row.items() if name != "losses"}), flush=True)
-            _keep(out, "speed", merged(_kept(out).get("speed", []), _short(row), plan))
+            _keep(out, "speed", merged(_kept(out).get("speed", []), {**_short(row), "sources": here}, plan))
     return failed
 
 
@@ -145,12 +181,12 @@ def whole_runs(pictures: Path) -> list[Row]:
     return rows
 
 
-def record(out: Path, parts: Sequence[str], plan: Plan, only: str = "") -> int:
+def record(out: Path, parts: Sequence[str], plan: Plan, ask: Ask) -> int:
     """Measure and write the file; what is not measured now stays as it is. How many rows of speed there are not."""
     failed = 0
     for part in parts:
         if part == "speed":
-            failed = speed(out, plan, only)
+            failed = speed(out, plan, ask)
         elif part == "runs":
             _keep(out, part, whole_runs(out.parent))
         else:
@@ -183,9 +219,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=Path("gpu/train.json"))
     parser.add_argument("--part", choices=PARTS, help="measure this alone")
     parser.add_argument("--only", default="", metavar="TEXT", help="of speed, the rows with this in their names")
+    parser.add_argument("--rest", action="store_true", help="of speed, the rows that are not of these sources")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=math.inf,
+        help="of speed, after which no row begins; one takes up to two minutes",
+    )
     parser.add_argument("--weights-after", nargs=3, metavar=("TASK", "FOLDER", "STEPS"))
     given = parser.parse_args(arguments)
-    plan = Plan(PRESETS)
+    plan, ask = Plan(PRESETS), Ask(given.only, given.rest, given.seconds)
+    if given.part != "speed" and (given.rest or given.seconds < math.inf):
+        parser.error("--rest and --seconds are for --part speed alone; add it, or leave them out")
     if given.only and (given.part != "speed" or not rows_with(given.only, plan)):
         names = ", ".join(" ".join(name) for name in rows_with("", plan))
         parser.error(
@@ -195,7 +240,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         task, folder, steps = given.weights_after
         print(json.dumps({"sha256": weights_after(Task(**json.loads(task)), Path(folder), int(steps))}))
     else:
-        sys.exit(min(1, record(given.out, [given.part] if given.part else PARTS, plan, given.only)))
+        sys.exit(min(1, record(given.out, [given.part] if given.part else PARTS, plan, ask)))
 
 
 if __name__ == "__main__":
