@@ -13,7 +13,7 @@ REST ?=
 LIMIT ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench gpu-check clean
+.PHONY: help demo test memcheck lint bench gpu-check clean
 
 help: ## Show these verbs
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -30,6 +30,13 @@ EMULATED := $(addprefix tests/,$(addprefix kernels/,test_generic_torch.py test_e
 test: $(STAMP) ## Run every test that needs no GPU, on every core (8 at most), then those of the kernels on a CPU
 	$(TEST)
 	$(TEST) --emulated -k "not oracle" $(EMULATED)
+
+# The sanitizer must be loaded before all else, and libstdc++ with it; what lives as long as the process is no leak; and
+# what it has to say before it ends a process, pytest must let through.
+PRELOADED = $(foreach name,libasan.so libstdc++.so,$(shell g++ -print-file-name=$(name)))
+
+memcheck: $(STAMP) ## Run the kernels on a CPU with every read and write of theirs looked at: ten minutes on two cores
+	LD_PRELOAD="$(PRELOADED)" ASAN_OPTIONS=detect_leaks=0 $(TEST) --capture=sys --emulated -k "not oracle" $(EMULATED)
 
 lint: $(STAMP) ## Check style, types and formatting
 	$(BIN)/ruff check .

@@ -9,6 +9,8 @@ What it vouches for: indices, strides, launch configurations, barriers and excha
 it cannot see: speed, whatever hangs on several blocks at a time, and code for sm_80 and above alone (clusters, the copy
 engine, tensor cores). That is what a GPU record is for.
 
+Where libasan has been loaded before all else (`make memcheck`), each read and write of a kernel is looked at, too.
+
     load()                   # kernels from now on
     use("small")             # as on a device so small that few rows are many
 """
@@ -18,6 +20,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib
+import os
 import re
 import sys
 from collections.abc import Sequence
@@ -34,6 +37,8 @@ from fuselm.kernels.spec import op_names
 
 EMULATOR = Path(__file__).with_name("emulator")
 FLAGS = ("-O1", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-fno-strict-aliasing", "-w")
+# What finds reads and writes outside of a tensor and vectors that lie where none may: as slow as it sounds.
+SANITIZERS = ("-fsanitize=address,alignment", "-fno-sanitize-recover=alignment", "-g1")
 LINK_FLAGS = ("-ltorch", "-ltorch_cpu", "-lc10", "-Wl,-z,defs")
 
 MULTIPROCESSORS = {"large": 132, "small": 2}  # of the devices that there are in fibers.cpp, in its order
@@ -110,13 +115,19 @@ def _operands(statement: str) -> list[str]:
 # ---- building ------------------------------------------------------------------------------------------------------
 
 
+@functools.cache
+def _flags() -> tuple[str, ...]:
+    """FLAGS, with SANITIZERS in a process that the sanitizers' library has been loaded into before all others."""
+    return (*FLAGS, *SANITIZERS) if "libasan" in os.environ.get("LD_PRELOAD", "") else FLAGS
+
+
 def library() -> Path:
     """The library of all sources but those of NOT_HERE, built where it is not there yet."""
     sources = [p for p in build.native_sources() if p.suffix == ".cu" and p.stem not in NOT_HERE]
     headers = [p for p in build.native_sources() if p.suffix in (".cuh", ".h")]
     own = sorted(EMULATOR.iterdir())
     binding = build.SOURCE_DIR / build.BINDINGS["torch"]
-    key = sha256(repr((FLAGS, torch.__version__, compiler.version_text(_host()), sources)).encode())
+    key = sha256(repr((_flags(), torch.__version__, compiler.version_text(_host()), sources)).encode())
     for path in (*sources, *headers, *own, binding, Path(__file__)):
         key.update(path.read_bytes())
     folder = cache_dir() / "emulated" / key.hexdigest()[:20]
@@ -136,7 +147,14 @@ def _build(sources: Sequence[Path], headers: Sequence[Path], binding: Path, fold
     units = [EMULATOR / "fibers.cpp", *(folder / _name(path) for path in (*sources, binding))]
     with ThreadPoolExecutor() as pool:
         objects = list(pool.map(lambda unit: _compile(unit, folder), units))
-    link = (str(_host()), "-shared", *map(str, objects), f"-L{toolchain.package_dir('torch') / 'lib'}", *LINK_FLAGS)
+    link = (
+        str(_host()),
+        "-shared",
+        *_flags(),
+        *map(str, objects),
+        f"-L{toolchain.package_dir('torch') / 'lib'}",
+        *LINK_FLAGS,
+    )
     compiler.run(link, output=made, log=folder / "link.log", title=made.name)
     for path in objects:
         path.unlink()
@@ -168,7 +186,7 @@ def _compile(unit: Path, folder: Path) -> Path:
     output = folder / f"{unit.stem}.o"
     include = ("-isystem", str(toolchain.framework_include("torch"))) if unit.stem.startswith("bind") else ()
     flags = build.TORCH_FLAGS if include else ("-std=c++20",)
-    command = (str(_host()), *FLAGS, *flags, f"-I{folder}", f"-I{EMULATOR}", *include, "-c", str(unit))
+    command = (str(_host()), *_flags(), *flags, f"-I{folder}", f"-I{EMULATOR}", *include, "-c", str(unit))
     compiler.run(command, output=output, log=folder / f"{unit.stem}.log", title=unit.name)
     return output
 

@@ -22,7 +22,6 @@
 #define __host__
 #define __forceinline__ inline
 #define __grid_constant__
-#define __restrict__
 #define __launch_bounds__(...)
 #define __align__(bytes) __attribute__((aligned(bytes)))
 
@@ -42,7 +41,6 @@ struct alignas(16) float4 {
 };
 inline uint2 make_uint2(uint32_t x, uint32_t y) { return {x, y}; }
 inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
-inline float2 make_float2(float x, float y) { return {x, y}; }
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 
 struct dim3 {
@@ -97,9 +95,6 @@ inline T from_lane(uint32_t mask, T mine, int lane_in_group, int width, bool ins
 inline void __syncthreads() { emulated::meet_block(false); }
 inline int __syncthreads_or(int mine) { return emulated::meet_block(mine != 0); }
 inline void __syncwarp(uint32_t mask = 0xffffffffu) { emulated::meet_warp(mask, 0); }
-inline void __threadfence() {}
-inline void __threadfence_block() {}
-[[noreturn]] inline void __trap() { __builtin_trap(); }
 
 template <typename T>
 inline T __shfl_sync(uint32_t mask, T mine, int lane, int width = 32) {
@@ -115,11 +110,6 @@ inline T __shfl_up_sync(uint32_t mask, T mine, unsigned step, int width = 32) {
   const int wanted = (emulated::lane() & (width - 1)) - static_cast<int>(step);
   return emulated::from_lane(mask, mine, wanted, width, wanted >= 0);
 }
-template <typename T>
-inline T __shfl_down_sync(uint32_t mask, T mine, unsigned step, int width = 32) {
-  const int wanted = (emulated::lane() & (width - 1)) + static_cast<int>(step);
-  return emulated::from_lane(mask, mine, wanted, width, wanted < width);
-}
 inline uint32_t __ballot_sync(uint32_t mask, int mine) {
   const emulated::Lanes lanes = emulated::meet_warp(mask, mine != 0);
   uint32_t found = 0;
@@ -127,7 +117,6 @@ inline uint32_t __ballot_sync(uint32_t mask, int mine) {
   return found;
 }
 inline int __any_sync(uint32_t mask, int mine) { return __ballot_sync(mask, mine) != 0; }
-inline int __all_sync(uint32_t mask, int mine) { return __ballot_sync(mask, mine == 0) == 0; }
 template <typename T>
 inline uint32_t __match_any_sync(uint32_t mask, T mine) {
   const emulated::Lanes lanes = emulated::meet_warp(mask, emulated::bits<uint64_t>(mine));
@@ -154,25 +143,16 @@ inline float __fmul_rn(float a, float b) {
   volatile float product = a * b;
   return product;
 }
-inline float __fadd_rn(float a, float b) {
-  volatile float sum = a + b;
-  return sum;
-}
 inline float __frcp_rn(float x) { return 1.0f / x; }
 inline float __frsqrt_rn(float x) { return static_cast<float>(1.0 / std::sqrt(static_cast<double>(x))); }
 inline float rsqrtf(float x) { return __frsqrt_rn(x); }
-inline float __expf(float x) { return std::exp(x); }
 inline float __uint_as_float(uint32_t x) { return emulated::bits<float>(x); }
 inline uint32_t __float_as_uint(float x) { return emulated::bits<uint32_t>(x); }
 inline float __int_as_float(int32_t x) { return emulated::bits<float>(x); }
 inline int32_t __float_as_int(float x) { return emulated::bits<int32_t>(x); }
 inline uint32_t __umulhi(uint32_t a, uint32_t b) { return static_cast<uint32_t>(uint64_t{a} * b >> 32); }
-inline uint64_t __umul64hi(uint64_t a, uint64_t b) {
-  return static_cast<uint64_t>(static_cast<unsigned __int128>(a) * b >> 64);
-}
 inline int __popc(uint32_t x) { return __builtin_popcount(x); }
 inline int __ffs(uint32_t x) { return __builtin_ffs(static_cast<int>(x)); }
-inline int __clz(uint32_t x) { return x == 0 ? 32 : __builtin_clz(x); }
 template <typename T>
 inline T __ldg(const T* from) {
   return *from;
@@ -226,10 +206,6 @@ cudaError_t cudaFuncSetAttribute(Kernel, cudaFuncAttribute, int) {
 enum cudaMemcpyKind { cudaMemcpyDeviceToDevice };
 inline cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind, cudaStream_t) {
   std::memcpy(to, from, bytes);
-  return cudaSuccess;
-}
-inline cudaError_t cudaMemsetAsync(void* to, int value, size_t bytes, cudaStream_t) {
-  std::memset(to, value, bytes);
   return cudaSuccess;
 }
 
