@@ -35,7 +35,7 @@ test: $(STAMP) ## Run every test that needs no GPU, on every core (8 at most), t
 # what it has to say before it ends a process, pytest must let through.
 PRELOADED = $(foreach name,libasan.so libstdc++.so,$(shell g++ -print-file-name=$(name)))
 
-memcheck: $(STAMP) ## Run the kernels on a CPU with every read and write of theirs looked at: ten minutes on two cores
+memcheck: $(STAMP) ## Run the kernels on a CPU with every read and write of theirs looked at: a quarter of an hour
 	LD_PRELOAD="$(PRELOADED)" ASAN_OPTIONS=detect_leaks=0 $(TEST) --capture=sys --emulated -k "not oracle" $(EMULATED)
 
 lint: $(STAMP) ## Check style, types and formatting
