@@ -145,7 +145,7 @@ def _build(sources: Sequence[Path], headers: Sequence[Path], binding: Path, fold
     for path, text in texts.items():
         (folder / _name(path)).write_text(text)
     units = [EMULATOR / "fibers.cpp", *(folder / _name(path) for path in (*sources, binding))]
-    with ThreadPoolExecutor() as pool:
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
         objects = list(pool.map(lambda unit: _compile(unit, folder), units))
     link = (
         str(_host()),
