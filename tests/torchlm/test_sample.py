@@ -10,7 +10,7 @@ import torch
 
 from fuselm.config import ModelConfig
 from fuselm.torchlm.model import Transformer
-from fuselm.torchlm.sample import Sample, sample
+from fuselm.torchlm.sample import Sample, _draw, sample
 from tests.torchlm import oracle
 
 SMALL: dict[str, Any] = {
@@ -104,6 +104,15 @@ def test_ids_that_the_tokenizer_has_not_are_never_drawn(temperature: float) -> N
 
 
 # ---- seeds ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("top_k", [None, 3])
+def test_logits_that_are_no_numbers_are_drawn_from_all_the_same(value: float, top_k: int | None) -> None:
+    logits = torch.full((2, 8), value)
+    drawn = _draw(logits, 0.7, top_k, torch.Generator().manual_seed(0))
+    assert drawn.shape == (2, 1)
+    assert 0 <= int(drawn.min()) <= int(drawn.max()) < 8
 
 
 def test_a_seed_decides_the_samples() -> None:

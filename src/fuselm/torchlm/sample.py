@@ -93,6 +93,8 @@ def _draw(logits: Tensor, temperature: float, top_k: int | None, generator: torc
         logits = logits.masked_fill(logits < least, -torch.inf)
     # The largest becomes 0 first: divided by a tiny temperature it would be infinite.
     scaled = (logits - logits.max(-1, keepdim=True).values) / temperature
+    # What a model says that has lost its numbers is anything; it must not end a run that has a policy for bad steps.
+    scaled = scaled.nan_to_num(nan=0.0, neginf=-torch.inf)
     return torch.multinomial(torch.softmax(scaled, dim=-1), 1, generator=generator)
 
 
