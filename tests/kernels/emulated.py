@@ -39,7 +39,8 @@ EMULATOR = Path(__file__).with_name("emulator")
 FLAGS = ("-O1", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-fno-strict-aliasing", "-w")
 # What finds reads and writes outside of a tensor and vectors that lie where none may: as slow as it sounds.
 SANITIZERS = ("-fsanitize=address,alignment", "-fno-sanitize-recover=alignment", "-g1")
-LINK_FLAGS = ("-ltorch", "-ltorch_cpu", "-lc10", "-Wl,-z,defs")
+# Bsymbolic: a CUDA build of torch has a stream of its own to give, under the name of the emulator's.
+LINK_FLAGS = ("-ltorch", "-ltorch_cpu", "-lc10", "-Wl,-z,defs", "-Wl,-Bsymbolic")
 
 MULTIPROCESSORS = {"large": 132, "small": 2}  # of the devices that there are in fibers.cpp, in its order
 NOT_HERE = ("linear_cross_entropy_dweight", "overwrite_l2")  # which are made of what only Hopper has, or of caches
@@ -127,7 +128,7 @@ def library() -> Path:
     headers = [p for p in build.native_sources() if p.suffix in (".cuh", ".h")]
     own = sorted(EMULATOR.iterdir())
     binding = build.SOURCE_DIR / build.BINDINGS["torch"]
-    key = sha256(repr((_flags(), torch.__version__, compiler.version_text(_host()), sources)).encode())
+    key = sha256(repr((_flags(), LINK_FLAGS, torch.__version__, compiler.version_text(_host()), sources)).encode())
     for path in (*sources, *headers, *own, binding, Path(__file__)):
         key.update(path.read_bytes())
     folder = cache_dir() / "emulated" / key.hexdigest()[:20]

@@ -55,9 +55,8 @@ std::vector<std::unique_ptr<Fiber>> fibers;
 Fiber* now = nullptr;
 Block here;
 jmp_buf scheduler;
-ucontext_t begin;
 const std::function<void()>* work = nullptr;
-uint64_t progress = 0;  // of whom it is known that they need not wait any more
+uint64_t progress = 0;  // arrivals, meetings and ends: where a whole round brings none, all wait for one another
 alignas(128) char memory[kSharedBytes];
 bool descending = false;
 int64_t launched = 0;
