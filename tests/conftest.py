@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import tempfile
 import zlib
 from collections.abc import Iterator
@@ -29,6 +30,11 @@ from fuselm.kernels.spec import op_names
 # The tensors here are small: a second thread costs more than it does, on a busy machine several times as much. Read
 # when torch is loaded, which is later, and by the processes that tests start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# A shell that runs tests in the background (`make test &` in a script) has them ignore Ctrl-C, and the processes that
+# they start to be interrupted would inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Processes that may run a huge test at the same time: one takes up to 35 GB of a GPU's memory.
 HUGE_AT_ONCE = 2

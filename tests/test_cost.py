@@ -171,6 +171,8 @@ class Meter(TorchDispatchMode):
         self.seen = {tensor.untyped_storage()._cdata for tensor in known}
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.ops.aten.addmm.dtype_out and kwargs["out"].is_meta:
+            return kwargs["out"]  # torch 2.11 takes the dtype for beta where tensors have no data
         out = function(*args, **(kwargs or {}))
         for tensor in tree_leaves(out):
             if isinstance(tensor, Tensor) and (storage := tensor.untyped_storage())._cdata not in self.seen:

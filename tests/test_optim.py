@@ -237,8 +237,10 @@ def test_compiles_whole_and_once_for_all_steps_and_rates(dtype: torch.dtype) -> 
         graphs += 1
         return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
 
-    compiled = torch.compile(adamw, fullgraph=True, backend=counting)
-    assert_equal(after_four_steps(compiled, dtype), after_four_steps(adamw, dtype))
+    compiled = after_four_steps(torch.compile(adamw, fullgraph=True, backend=counting), dtype)
+    ulp = {} if dtype == torch.float32 else {"rtol": torch.finfo(dtype).eps, "atol": 0.0}
+    for one, other in zip(compiled, after_four_steps(adamw, dtype), strict=True):  # some releases write out a lerp
+        torch.testing.assert_close(one, other, **(ulp if one.dtype == dtype else {}))
     assert graphs == 1
 
 

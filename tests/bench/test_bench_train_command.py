@@ -241,7 +241,7 @@ def test_what_the_help_says_is_taken_is_taken() -> None:
         (["--learners", "plain-cudnn"], 1, "plain-cudnn needs a GPU; the device is the CPU."),
         (["--precision", "fp8"], 1, "--precision is auto, fp32, bf16, fp16; got 'fp8'."),
         (["--precision", "fp16"], 1, "fp16 trains on a GPU; the device is the CPU."),
-        (["--steps", "3"], 1, "A curve has 20 steps or more; got 3."),
+        (["--steps", "19"], 2, "20"),
         (["--limit-mb", "0"], 1, "a number of megabytes, a byte at least; got 0.0"),
         (["--corpus", "no-such-corpus"], 1, "no-such-corpus"),
         (["--seed", "-1"], 1, "seed is 0 or more"),

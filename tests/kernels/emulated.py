@@ -22,9 +22,12 @@ import functools
 import importlib
 import os
 import re
+import shutil
 import sys
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
 
@@ -41,6 +44,8 @@ FLAGS = ("-O1", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-fno-stric
 SANITIZERS = ("-fsanitize=address,alignment", "-fno-sanitize-recover=alignment", "-g1")
 # Bsymbolic: a CUDA build of torch has a stream of its own to give, under the name of the emulator's.
 LINK_FLAGS = ("-ltorch", "-ltorch_cpu", "-lc10", "-Wl,-z,defs", "-Wl,-Bsymbolic")
+
+KEPT_DAYS = 7  # what is built of sources as they were, since it was last used; each takes some 60 MB
 
 MULTIPROCESSORS = {"large": 132, "small": 2}  # of the devices that there are in fibers.cpp, in its order
 NOT_HERE = ("linear_cross_entropy_dweight", "overwrite_l2")  # which are made of what only Hopper has, or of caches
@@ -137,7 +142,17 @@ def library() -> Path:
         if not made.exists():
             print(f"compiling {len(sources)} kernel sources for this CPU: about a minute, once", file=sys.stderr)
             _build(sources, headers, binding, folder, made)
+        os.utime(folder)
+    _sweep(folder.parent)
     return made
+
+
+def _sweep(root: Path) -> None:
+    """Remove what nobody has used for long; a process that has loaded it keeps what it has."""
+    for folder in root.iterdir():
+        with suppress(FileNotFoundError):  # another process was faster
+            if time.time() - folder.stat().st_mtime > KEPT_DAYS * 86400:
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def _build(sources: Sequence[Path], headers: Sequence[Path], binding: Path, folder: Path, made: Path) -> None:

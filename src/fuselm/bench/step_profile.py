@@ -65,7 +65,8 @@ def profiled(step: Callable[[], object], device: torch.device, steps: int = STEP
         step()
     wait(device)
     step_ms = 1e3 * (time.perf_counter() - begin) / steps
-    with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as profiler:
+    activity = ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU
+    with profile(activities=[activity], acc_events=True) as profiler:  # without which some releases of torch warn
         for _ in range(steps):
             step()
         wait(device)

@@ -60,7 +60,7 @@ def train(
         ),
     ] = "",
     steps: Annotated[
-        int | None, typer.Option(help="Steps of each.", min=1, show_default="500, of small models 100")
+        int | None, typer.Option(help="Steps of each.", min=20, show_default="500, of small models 100")
     ] = None,
     precision: Annotated[
         str, typer.Option(help="auto, fp32, bf16 or fp16. Default: auto, of moe-60m on a GPU fp16.")

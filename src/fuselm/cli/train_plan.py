@@ -103,7 +103,10 @@ def _parsed(settings: list[str]) -> dict[str, Any]:
         if not equals:
             raise ValueError(f"--set takes name=value; got {setting!r}.")
         if name == "vocab_size":
-            raise ValueError("vocab_size comes from the tokenizer. Give --tokenizer, or a corpus prepared with one.")
+            raise ValueError(
+                "vocab_size comes from the tokenizer. Give --tokenizer, or a corpus from `fuselm data prepare`, which "
+                "takes --vocab-size."
+            )
         found[name] = parsed(name, text)
     return found
 

@@ -261,7 +261,7 @@ def _update(lists: _Lists, scalars: _Scalars, betas: tuple[float, float], grad_s
         torch._foreach_addcdiv_(wide_params, exp_avgs, denominators)
     else:
         torch._foreach_addcdiv_(wide_params, exp_avgs, denominators, -scalars.rate)
-    if wide_params is not params:
+    if masters or params[0].dtype != dtype:
         torch._foreach_copy_(params, wide_params)
 
 
@@ -290,7 +290,7 @@ def _batches(lists: _Lists, table: _Table) -> list[tuple[_Lists, _Options]]:
         strides = param.stride()
         others = (grad, exp_avg, exp_avg_sq, *master)
         regular = param.is_contiguous() and all(other.stride() == strides for other in others)
-        key = (group, param.dtype, grad.dtype, bool(master), -1 if regular else index)
+        key = (group, param.dtype, grad.dtype, len(master), -1 if regular else index)
         batch, _ = batches.setdefault(key, (([], [], [], [], []), table.options[group]))
         for members, tensor in zip(batch, (param, *others), strict=False):
             members.append(tensor)
