@@ -70,6 +70,14 @@ def test_a_table_for_people_and_an_exit_code_when_ours_differs(tmp_path: Path, m
     assert invoke(*SHORT, "--out", str(tmp_path)).exit_code == 0
 
 
+def test_a_profile_that_could_not_be_made_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    row = {"torch": {"not_profiled": "It may lack the right to look."}}
+    monkeypatch.setattr(learning, "child", lambda name, task, _: {**a_row("tiny", name), **row.get(name, {})})
+    result = invoke(*SHORT, "--profile", "--out", str(tmp_path))
+    assert result.exit_code == 0
+    assert "not profiled: tiny torch: It may lack the right to look." in result.stderr.splitlines()
+
+
 @pytest.mark.parametrize("failing", ["fused", "nudged", "torch", "torch-compile"])
 def test_a_learner_that_fails_is_told_and_what_cannot_be_judged_is_an_error(
     failing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -262,6 +262,16 @@ def test_ligers_norm_is_called_as_its_authors_mean_it(
     assert row["losses"] == pytest.approx(run("torch", task("moe-60m", data), tmp_path / "torch")["losses"], rel=1e-5)
 
 
+def test_what_is_measured_is_kept_where_nobody_may_profile(
+    data: dict[str | int, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step_profile, "_events", lambda profiler, on_gpu: [])
+    row = run("torch", task("tiny", data, profile=True), tmp_path)
+    assert len(row["losses"]) == STEPS
+    assert "profile" not in row
+    assert row["not_profiled"].startswith("A step has kernels; the profiler saw none on cpu.")
+
+
 def test_the_command_says_how_far_it_is_and_prints_the_row_last(
     data: dict[str | int, str], capsys: pytest.CaptureFixture[str]
 ) -> None:

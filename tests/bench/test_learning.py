@@ -224,6 +224,17 @@ def test_a_process_that_a_signal_ended_is_said_to_be(ends: str, why: str, monkey
     assert str(caught.value) == why
 
 
+def test_a_process_that_hangs_is_ended_and_said_to_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    popen = subprocess.Popen
+    hangs = "import time; print('step 10', flush=True); time.sleep(600)"
+    monkeypatch.setattr(learning.subprocess, "Popen", lambda command, **more: popen([command[0], "-c", hangs], **more))
+    monkeypatch.setattr(learning, "SILENCE_SECONDS", 0.5)
+    told: list[int] = []
+    with pytest.raises(LearnerFailed, match=r"it made no 10 steps in 0\.5 seconds, and was ended"):
+        child("torch", Task("tiny", "", 20), told.append)
+    assert told in ([0, 10], [0])  # a slow machine may not come so far
+
+
 def test_tokens_are_heard_of_by_preset_from_the_first_tokenizer_on(tmp_path: Path) -> None:
     plan, told = Plan(("naive-char", "tiny"), **SMALL), []
     for name in plan.presets:

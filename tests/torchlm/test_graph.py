@@ -6,7 +6,10 @@ That a real graph gives these bits is tests/torchlm/test_train_gpu.py's.
 from __future__ import annotations
 
 import contextlib
+import gc
+import weakref
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -238,11 +241,12 @@ class FakeCuda:
                 said.append("replay")
 
         class Recording:
-            def __init__(self, graph: Any, stream: Any) -> None:
-                pass
+            def __init__(self, graph: Any, pool: str, stream: Any) -> None:
+                assert pool == "a pool"
 
             def __enter__(self) -> None:
                 said.append("recording")
+                assert not gc.isenabled()
 
             def __exit__(recording, *about: Any) -> None:
                 if self.trouble is not None:
@@ -267,6 +271,8 @@ class FakeCuda:
             "set_rng_state": lambda state, device: said.append(f"random numbers {state}"),
             "default_generators": {1: Generator()},
             "current_device": lambda: 1,
+            "graph_pool_handle": lambda: "a pool",
+            "empty_cache": lambda: said.append("memory given back"),
         }.items():
             monkeypatch.setattr(torch.cuda, name, fake)
 
@@ -290,6 +296,16 @@ WAITS = RuntimeError("CUDA error: operation not permitted when stream is capturi
 FULL = torch.OutOfMemoryError("CUDA out of memory")
 
 
+def failing_after_warm_up(error: Exception | None, made: list[int]) -> Callable[[], Sums]:
+    def work() -> Sums:
+        made[0] += 1
+        if made[0] > graph.WARM_UPS and error is not None:
+            raise error
+        return Sums(*torch.zeros(3))
+
+    return work
+
+
 @pytest.mark.parametrize(
     ("inside", "outside", "kind", "says"),
     [
@@ -310,16 +326,48 @@ def test_a_step_that_cannot_be_recorded_is_refused_with_the_cause(
 ) -> None:
     cuda, made = FakeCuda(monkeypatch), [0]
     cuda.trouble = outside
+    with pytest.raises(kind, match=says):
+        record(failing_after_warm_up(inside, made), [torch.ones(2, requires_grad=True)])
+    assert cuda.said[-3:] == ["back", "random numbers from a copy", "memory given back"]
+    assert gc.isenabled()
+
+
+@pytest.mark.parametrize(("release", "ends"), [((2, 11), True), ((2, 12), False)])
+@pytest.mark.parametrize("outside", [None, RuntimeError("failed due to a previous error during capture")])
+def test_memory_that_a_recording_keeps_is_let_go_where_torch_does_not(
+    release: tuple[int, int], ends: bool, outside: Exception | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cuda, made = FakeCuda(monkeypatch), [0]
+    cuda.trouble = outside
+    monkeypatch.setattr(torch, "__version__", release)
+    for name in ("endAllocateToPool", "releasePool"):
+        say = partial(lambda name, index, pool: cuda.said.append(f"{name} {index} {pool}"), name)
+        monkeypatch.setattr(torch._C, f"_cuda_{name}", say, raising=False)
+    with pytest.raises(ValueError, match="cannot be recorded"):
+        record(failing_after_warm_up(WAITS, made), [torch.ones(2, requires_grad=True)])
+    wanted = ["endAllocateToPool 1 a pool", "releasePool 1 a pool"] if ends and outside is not None else []
+    assert [words for words in cuda.said if "a pool" in words] == wanted
+
+
+def test_what_a_failed_step_was_made_of_is_gone_when_the_next_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else its autograd graph takes part in the next, which torch warns of."""
+    cuda, kept = FakeCuda(monkeypatch), list[Any]()
+    cuda.trouble = RuntimeError("failed due to a previous error during capture")
+
+    class Node:
+        pass
 
     def work() -> Sums:
-        made[0] += 1
-        if made[0] > graph.WARM_UPS and inside is not None:
-            raise inside
+        node = Node()
+        kept.append(weakref.ref(node))
+        if len(kept) > graph.WARM_UPS:
+            raise RuntimeError(*WAITS.args)
         return Sums(*torch.zeros(3))
 
-    with pytest.raises(kind, match=says):
+    with pytest.raises(ValueError, match="cannot be recorded") as caught:
         record(work, [torch.ones(2, requires_grad=True)])
-    assert cuda.said[-2:] == ["back", "random numbers from a copy"]
+    assert caught.value.__cause__ is not None  # and with it the frames
+    assert [node() for node in kept] == [None] * (graph.WARM_UPS + 1)
 
 
 def test_the_first_error_is_told_when_a_gpu_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -129,9 +129,7 @@ def run(name: str, task: Task, folder: Path, on_steps: Callable[[int], object] =
     with picked:
         found = _timed(one, task.steps, begin, on_steps)
         if task.profile:
-            from fuselm.bench.step_profile import profiled
-
-            found["profile"] = profiled(one.advance, trainer.device)
+            found |= _profile(one)
     facts = {"precision": trainer.precision, "micro_batch": one.micro_batch, "mfu": _mfu(trainer, found)}
     return {"preset": task.preset, "learner": name, **facts, **found}
 
@@ -241,6 +239,16 @@ def _timed(trainer: Trainer | PlainTrainer, steps: int, begin: float, on_steps: 
         "peak_memory_gib": round(_peak_bytes(device) / 2**30, 2),
         "losses": [round(loss, 7) for loss in trainer.losses()],
     }
+
+
+def _profile(trainer: Trainer | PlainTrainer) -> Row:
+    """Where its steps' time goes, or why nobody can say: what has been measured is not lost for that."""
+    from fuselm.bench.step_profile import profiled
+
+    try:
+        return {"profile": profiled(trainer.advance, trainer.device)}
+    except RuntimeError as error:
+        return {"not_profiled": str(error).strip().partition("\n")[0]}
 
 
 class Marks:

@@ -24,6 +24,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -32,7 +33,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fuselm.bench.learners import LEARNERS, Row, Task
+from fuselm.bench.learners import EVERY, LEARNERS, Row, Task
 from fuselm.config import ConfigError, preset
 
 BASE, NUDGED = "torch", "nudged"  # what all are compared with, and what says how far apart noise is
@@ -49,6 +50,7 @@ PRESETS = ("naive-char", "gpt-124m", "moe-60m")
 PRECISIONS = {"moe-60m": "fp16"}  # on a GPU, where nobody says otherwise
 STEPS, SMALL_STEPS = 500, 100
 FEWEST_STEPS = 20
+SILENCE_SECONDS = 300.0  # within which a process has made EVERY steps, however long it compiled
 
 OnStep = Callable[[str, int, int | None], None]  # what is at work, how far it is, and of how much
 
@@ -223,21 +225,53 @@ def child(learner: str, task: Task, on_made: Callable[[int], object]) -> Row:
     on_made(0)
     with tempfile.TemporaryFile("w+") as errors:
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True) as process:
+            watch = _Watch(process)
             try:
                 assert process.stdout is not None
                 for line in process.stdout:
                     last = line
+                    watch.heard()
                     if line.startswith("step "):
                         on_made(int(line.split()[1]))
             except BaseException:  # somebody has had enough
                 process.kill()
                 raise
+            finally:
+                watch.end()
+        if watch.ended_it:
+            raise LearnerFailed(f"it made no {EVERY} steps in {SILENCE_SECONDS:g} seconds, and was ended")
         if process.returncode:
             errors.seek(0)
             said = errors.read()
             raise LearnerFailed(how_it_ended(process.returncode, said), said[-3000:])
     row: Row = json.loads(last)
     return {**row, "process_s": round(time.monotonic() - begin, 1)}
+
+
+class _Watch:
+    """Ends a process that nothing has been heard of for too long: one that hangs must not hold up all others."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self.process, self.ended_it, self._timer = process, False, self._started()
+
+    def heard(self) -> None:
+        """Wait anew."""
+        self.end()
+        self._timer = self._started()
+
+    def end(self) -> None:
+        """Watch no more."""
+        self._timer.cancel()
+
+    def _started(self) -> threading.Timer:
+        timer = threading.Timer(SILENCE_SECONDS, self._kill)
+        timer.daemon = True
+        timer.start()
+        return timer
+
+    def _kill(self) -> None:
+        self.ended_it = True
+        self.process.kill()
 
 
 def how_it_ended(code: int, said: str) -> str:

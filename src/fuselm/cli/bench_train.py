@@ -226,6 +226,9 @@ def _print(plan: Plan, results: Results, written: list[Path], ending: str, as_js
         typer.echo(f"not trained: {note['preset']} {note['learner']}: {note['note']}", err=True)
     if results.notes:
         typer.echo("rows.json has the end of what they said", err=True)
+    for row in results.rows:
+        if "not_profiled" in row:
+            typer.echo(f"not profiled: {row['preset']} {row['learner']}: {row['not_profiled']}", err=True)
     if as_json:
         files = [str(path) for path in written]
         document = {**_header(plan), "ending": ending, "rows": as_rows(results.rows), "notes": results.notes}

@@ -11,8 +11,10 @@ update stays outside, since whether and how far to step depends on numbers that 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+import gc
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -104,10 +106,10 @@ def record(work: Callable[[], Sums], parameters: Sequence[Tensor]) -> tuple[Sums
     torch.cuda.set_rng_state(random_state, device)
     for parameter in parameters:  # what the graph makes is to lie in the graph's own memory
         parameter.grad = None
-    graph = torch.cuda.CUDAGraph()
+    graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
     before, inside = torch.cuda.current_stream(device), None
     try:
-        with torch.cuda.graph(graph, stream=stream):
+        with _nothing_collected(), torch.cuda.graph(graph, pool=pool, stream=stream):
             try:
                 sums = work()
             except RuntimeError as error:  # torch will complain that the recording cannot be ended, and hide this
@@ -115,20 +117,42 @@ def record(work: Callable[[], Sums], parameters: Sequence[Tensor]) -> tuple[Sums
                 raise
     except RuntimeError as error:
         torch.cuda.set_stream(before)  # which torch leaves undone then
+        # Its frames keep what the step was made of, which would take part in the next one, on the recording's stream.
+        traceback.clear_frames((inside or error).__traceback__)
+        gc.collect()
         with suppress(RuntimeError):  # a GPU that is lost says so again: the first error is the one to be told
-            _end_recording(device)
+            _end_recording(device, None if error is inside else pool)
         raise _refusal(inside or error) from error
     return sums, graph.replay
 
 
-def _end_recording(device: torch.device) -> None:
-    """Have random numbers go on: after a recording that failed torch's generator takes itself for recorded still.
+@contextmanager
+def _nothing_collected() -> Iterator[None]:
+    """A graph of an earlier run that the collector finds would be destroyed inside the recording, which ends it."""
+    gc.collect()
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
-    It would refuse every dropout. A copy of its state stands at the same number, and is of no recording.
+
+def _end_recording(device: torch.device, pool: tuple[int, int] | None) -> None:
+    """Undo what torch leaves of a recording that failed. `pool` is its memory, if it could not be ended either.
+
+    The generator takes itself for recorded still, and would refuse every dropout: a copy of its state stands at the
+    same number, and is of no recording. Memory is a matter of releases before 2.12: the allocator would go on as while
+    it is recorded, give nothing back to anyone, and keep all that the step had taken.
     """
     index = torch.cuda.current_device() if device.index is None else device.index
     generator = torch.cuda.default_generators[index]
     generator.graphsafe_set_state(generator.clone_state())
+    if pool is not None and torch.__version__ < (2, 12):  # type: ignore[operator]
+        torch._C._cuda_endAllocateToPool(index, pool)
+        torch._C._cuda_releasePool(index, pool)
+    torch.cuda.empty_cache()
 
 
 def _refusal(cause: RuntimeError) -> Exception:
