@@ -6,6 +6,7 @@ The pretended nvcc and g++ are shell scripts that note each call and write an ou
 
     pytest -m gpu --of-op softmax --outcomes told.jsonl     # as fuselm.bench.gpu_tests runs them; "-" is of no op
     pytest --emulated -k rope tests/kernels/test_generic_torch.py   # tests on a CPU are then of the CUDA sources
+    pytest --emulated --sm 80 -k rope tests/kernels/test_generic_torch.py   # of what older GPUs run instead
 """
 
 from __future__ import annotations
@@ -46,6 +47,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("fuselm")
     group.addoption("--of-op", metavar="OP", help=f"only the tests of this op; {NO_OP!r} for those of none")
     group.addoption("--emulated", action="store_true", help="run the kernels' own sources on this CPU, see emulated.py")
+    group.addoption(
+        "--sm", type=int, default=90, metavar="75|80|90", help="as what GPU they are emulated; 90 unless given"
+    )
     group.addoption("--outcomes", metavar="FILE", help="a file that gets a line of JSON when a test begins and ends")
 
 
@@ -55,7 +59,10 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--emulated"):
         from tests.kernels import emulated
 
-        emulated.load()
+        architecture, there = config.getoption("--sm"), emulated.ARCHITECTURES
+        if architecture not in there:
+            raise pytest.UsageError(f"--sm is one of {', '.join(map(str, there))}; got {architecture}.")
+        emulated.load(architecture)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

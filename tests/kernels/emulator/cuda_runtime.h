@@ -1,9 +1,9 @@
 // What the kernels' sources need of CUDA to be compiled for a CPU by g++: words, vector types, intrinsics, launches.
 //
-// Found instead of the toolkit's header of this name. A launch runs at once, block after block, each thread of a block
-// as a fiber that goes on until it waits for others: at a barrier, or where lanes of a warp exchange numbers. Knows no
-// kernel. What it cannot tell: how fast a kernel is, what hangs on more than one block at a time, and what only newer
-// architectures have; sources are taken as for one before sm_80, whose code the others share but for how rows travel.
+// Found instead of the toolkit's header of this name. A launch runs at once, block after block, those of a cluster
+// together, each thread as a fiber that goes on until it waits: at a barrier, for lanes of its warp that exchange
+// numbers, for the copy engine. Knows no kernel. What it cannot tell: how fast a kernel is, what hangs on blocks of
+// several clusters at a time, and what tensor cores make.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -55,12 +55,17 @@ extern dim3 threadIdx, blockIdx, blockDim, gridDim;
 
 namespace emulated {
 
-// Runs every thread of every block; false where threads wait for one another forever, or the launch has no sense.
-bool run(dim3 grid, dim3 threads, size_t shared_bytes, const std::function<void()>& kernel);
-
 void* dynamic_shared();
-// Where shared memory lies in 32 bits, and back.
+// Where a block has what its kernel declares of this type: `type` is the address of something that the type has alone.
+void* own_place(const void* type, size_t bytes, size_t alignment);
+template <typename Shared>
+Shared& own_shared() {
+  static const char type = 0;
+  return *static_cast<Shared*>(own_place(&type, sizeof(Shared), alignof(Shared)));
+}
+// Where shared memory lies in 32 bits: this block's, the same place in another block of the cluster; and back.
 uint32_t shared_number(const void* pointer);
+uint32_t far_number(uint32_t number, uint32_t rank);
 void* shared_pointer(uint32_t number);
 
 // Waits for all threads of the block that have not ended; what they bring is given to each of them, or-ed.
@@ -72,6 +77,23 @@ struct Lanes {
 };
 Lanes meet_warp(uint32_t mask, uint64_t mine);
 int lane();
+
+// Waits for all threads of the cluster, in two steps.
+void cluster_arrive();
+void cluster_wait();
+
+// The copy engine, see copies.cpp. A barrier is passed when its phase of this parity is over; who asks in vain yields.
+void init_barrier(uint32_t barrier, uint32_t arrivals);
+void expect_bytes(uint32_t barrier, uint32_t bytes);
+bool is_passed(uint32_t barrier, uint32_t parity);
+void copy_bulk(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier);
+void send(uint32_t to, float value, uint32_t barrier);
+void store_bulk(void* to, uint32_t from, uint32_t bytes);
+void wait_for_stores(int pending);
+// And how rows travel on sm_80: each thread asks for 16 bytes and waits for its own.
+void copy_async(uint32_t to, const void* from);
+void commit_copies();
+void wait_for_copies(int pending);
 
 template <typename To, typename From>
 inline To bits(const From& from) {
@@ -125,6 +147,15 @@ inline uint32_t __match_any_sync(uint32_t mask, T mine) {
     found |= (lanes.there >> i & 1 & (lanes.all[i] == emulated::bits<uint64_t>(mine))) << i;
   }
   return found;
+}
+
+inline int __reduce_max_sync(uint32_t mask, int mine) {
+  const emulated::Lanes lanes = emulated::meet_warp(mask, emulated::bits<uint64_t>(mine));
+  int most = mine;
+  for (int i = 0; i < 32; ++i) {
+    if (lanes.there >> i & 1) most = std::max(most, emulated::bits<int>(lanes.all[i]));
+  }
+  return most;
 }
 
 template <typename T, typename U>
@@ -199,9 +230,12 @@ cudaError_t cudaSetDevice(int device);
 cudaError_t cudaGetLastError();
 
 enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize, cudaFuncAttributeNonPortableClusterSizeAllowed };
+namespace emulated {
+cudaError_t set_attribute(const void* kernel, cudaFuncAttribute which, int value);
+}
 template <typename Kernel>
-cudaError_t cudaFuncSetAttribute(Kernel, cudaFuncAttribute, int) {
-  return cudaSuccess;
+cudaError_t cudaFuncSetAttribute(Kernel kernel, cudaFuncAttribute which, int value) {
+  return emulated::set_attribute(reinterpret_cast<const void*>(kernel), which, value);
 }
 enum cudaMemcpyKind { cudaMemcpyDeviceToDevice };
 inline cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind, cudaStream_t) {
@@ -226,16 +260,20 @@ struct cudaLaunchConfig_t {
   cudaLaunchAttribute* attrs;
   unsigned numAttrs;
 };
+namespace emulated {
+cudaError_t most_clusters(int* count, const void* kernel, const cudaLaunchConfig_t& how);
+// Runs every thread of every block; an error where the launch has no sense.
+cudaError_t run(const cudaLaunchConfig_t& how, const void* kernel, const std::function<void()>& thread);
+}  // namespace emulated
 template <typename Kernel>
-cudaError_t cudaOccupancyMaxActiveClusters(int*, Kernel, const cudaLaunchConfig_t*) {
-  return cudaErrorInvalidValue;  // there are none before sm_90
+cudaError_t cudaOccupancyMaxActiveClusters(int* count, Kernel kernel, const cudaLaunchConfig_t* how) {
+  return emulated::most_clusters(count, reinterpret_cast<const void*>(kernel), *how);
 }
 template <typename... Parameters, typename... Arguments>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* how, void (*kernel)(Parameters...), Arguments&&... arguments) {
   // A kernel has its arguments from when it is launched on.
   const std::tuple<std::decay_t<Parameters>...> kept(std::forward<Arguments>(arguments)...);
-  auto once = [&] { std::apply(kernel, kept); };
-  return emulated::run(how->gridDim, how->blockDim, how->dynamicSmemBytes, once) ? cudaSuccess : cudaErrorLaunchFailure;
+  return emulated::run(*how, reinterpret_cast<const void*>(kernel), [&] { std::apply(kernel, kept); });
 }
 
 // kernel<<<grid, threads, shared, stream>>>(...) in words.
