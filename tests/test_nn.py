@@ -311,6 +311,27 @@ def test_a_residual_of_another_shape_is_refused(kind: str) -> None:
             getattr(fuselm.nn, kind)(shape)(rows(shape), torch.ones(3, *shape))
 
 
+@over_norms
+@pytest.mark.parametrize("shape", [(4,), (2, 2)])
+@pytest.mark.parametrize("wrong", [[1.0, 2.0], "a", 3.0, np.ones((2, 2, 4), np.float32), np.ones((2, 2), np.float32)])
+def test_what_is_no_tensor_is_refused_in_the_ops_words(kind: str, shape: tuple[int, ...], wrong: Any) -> None:
+    module, x = getattr(fuselm.nn, kind)(shape), torch.ones(3, *shape)
+    got = rf"must be a torch\.Tensor; got a {type(wrong).__name__}\. Pass torch\.as_tensor"
+    if not isinstance(wrong, np.ndarray) or wrong.shape[-len(shape) :] == shape:
+        with pytest.raises(ValueError, match=rf"_norm: x {got}\(x\)\."):
+            module(wrong)
+    with pytest.raises(ValueError, match=rf"_norm: residual {got}\(residual\)\."):
+        module(x, wrong)
+    with pytest.raises(ValueError, match=r"_norm: x must be a torch\.Tensor; got a NoneType"):
+        module(None)
+
+
+@pytest.mark.parametrize("offset", [None, "1", True, torch.tensor(1.0), np.float32(1.0)])
+def test_an_offset_that_is_no_number_is_refused(offset: Any) -> None:
+    with pytest.raises(ValueError, match=r"^RMSNorm: offset must be a Python number; got .*\. Leave it out for 0\.$"):
+        fuselm.nn.RMSNorm(4, offset=offset)
+
+
 def test_an_unknown_cast_mode_is_refused() -> None:
     with pytest.raises(ValueError, match="cast_mode must be"):
         fuselm.nn.RMSNorm(16, cast_mode="none")(rows(16))

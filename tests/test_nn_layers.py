@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -146,12 +147,45 @@ def test_a_pretrained_table_is_frozen_or_not_as_in_torch() -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"max_norm": 1.0}, {"sparse": True}, {"scale_grad_by_freq": True}, {"sparse": True, "max_norm": 2.0}]
+    "options",
+    [
+        {"max_norm": 1.0},
+        {"max_norm": 0.0},
+        {"sparse": True},
+        {"scale_grad_by_freq": True},
+        {"sparse": True, "max_norm": 2.0},
+    ],
 )
 def test_what_an_embedding_here_cannot_do_is_refused(options: dict[str, Any]) -> None:
     names = " and ".join(name for name in ("max_norm", "scale_grad_by_freq", "sparse") if name in options)
     with pytest.raises(ValueError, match=f"^Embedding: .* are not here; got {names}. Use torch.nn.Embedding."):
         fuselm.nn.Embedding(10, 8, **options)
+
+
+@pytest.mark.parametrize("padding_idx", [np.int64(3), np.int32(-7), torch.tensor(3)], ids=repr)
+def test_a_padding_idx_may_be_whatever_counts(padding_idx: Any) -> None:
+    module, right = fuselm.nn.Embedding(10, 8, padding_idx=padding_idx), fuselm.nn.Embedding(10, 8, padding_idx=3)
+    right.load_state_dict(module.state_dict())
+    assert (type(module.padding_idx), repr(module)) == (int, repr(right))
+    assert not module.weight[3].any()
+    for found, expected in zip(gradient_of(module, IDS), gradient_of(right, IDS), strict=True):
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("padding_idx", [True, "last", 1.5, [1]], ids=repr)
+def test_a_padding_idx_that_does_not_count_is_refused(padding_idx: Any) -> None:
+    words = r"^Embedding: padding_idx must be a whole number, a row of the table; got .* leave padding_idx out\.$"
+    with pytest.raises(ValueError, match=words):
+        fuselm.nn.Embedding(10, 8, padding_idx=padding_idx)
+
+
+@pytest.mark.parametrize("out_dtype", [torch.float64, torch.int32, "float64", float, 7], ids=repr)
+def test_rows_of_no_dtype_that_a_table_may_have_are_refused_at_once(out_dtype: Any) -> None:
+    words = r"^Embedding: out_dtype must be torch\.float32, torch\.float16 or torch\.bfloat16; got .*\. Leave it out"
+    with pytest.raises(ValueError, match=words):
+        fuselm.nn.Embedding(10, 8, out_dtype=out_dtype)
+    by_name: Any = "bfloat16"  # as ops.embedding takes it
+    assert fuselm.nn.Embedding(10, 8, out_dtype=by_name)(IDS).dtype == BF16
 
 
 def test_an_id_that_the_table_has_no_row_for_is_refused() -> None:
@@ -359,16 +393,26 @@ def test_tables_go_to_a_gpu_and_back_in_fp32() -> None:
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"head_dim": 7}, {"head_dim": 0}, {"max_positions": 0}, {"base": 0.0}, {"base": -1.0}, {"base": math.nan}],
+    [{"head_dim": wrong} for wrong in (7, 0, -2, 514, 64.0, "64", None, True)]
+    + [{"max_positions": wrong} for wrong in (0, -1, 10.5, 10.0, "10", None, True)]
+    + [{"base": wrong} for wrong in (0.0, -1.0, math.nan, "x", None, True)],
     ids=str,
 )
 def test_tables_that_cannot_be_are_refused(wrong: dict[str, Any]) -> None:
     options = {"head_dim": HEAD, **wrong}
     (name, value), *_ = wrong.items()
     with pytest.raises(
-        ValueError, match=rf"^RotaryEmbedding: head_dim is even .*; got .*{name}={value}[,.].* Pairs of"
+        ValueError, match=rf"^RotaryEmbedding: head_dim is even .*; got .*{name}={value!r}[,.].* Pairs of"
     ):
         fuselm.nn.RotaryEmbedding(**options)
+
+
+def test_sizes_may_be_whatever_counts_and_the_largest_head_turns() -> None:
+    module = fuselm.nn.RotaryEmbedding(np.int64(HEAD), np.int32(5), np.float32(500.0))
+    assert repr(module) == repr(fuselm.nn.RotaryEmbedding(HEAD, 5, 500.0))
+    assert all(map(torch.equal, module(*heads()), fuselm.nn.RotaryEmbedding(HEAD, 5, 500.0)(*heads())))
+    q = drawn(1, 3, 2, 512)
+    assert fuselm.nn.RotaryEmbedding(512)(q, q)[0].shape == q.shape
 
 
 def test_more_tokens_than_positions_and_other_heads_are_refused() -> None:

@@ -15,6 +15,8 @@ after torch's own arguments, by name. What the op refuses (fp64, eps of 0) is re
 
 from __future__ import annotations
 
+import numbers
+import operator
 from typing import Any
 
 import torch
@@ -23,6 +25,16 @@ from torch import Tensor
 from fuselm import ops
 
 CAST_MODES = ("gemma", "llama")
+OUT_DTYPES = (None, torch.float32, torch.float16, torch.bfloat16, "float32", "float16", "bfloat16")
+MAX_HEAD_DIM = 512  # of what rope turns
+
+
+def _whole(given: Any) -> int | None:
+    """What counts, as an int: numpy's whole numbers too, and no truth value."""
+    try:
+        return None if isinstance(given, bool) else operator.index(given)
+    except TypeError:
+        return None
 
 
 class _OverTrailingDimensions:
@@ -34,10 +46,16 @@ class _OverTrailingDimensions:
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Any:
         """Norm of x, or (norm of x + residual, x + residual)."""
         dims = len(self.normalized_shape)
-        if dims == 0 or x.shape[-dims:] != self.normalized_shape:
+        try:
+            fits = dims > 0 and x.shape[-dims:] == self.normalized_shape
+        except AttributeError:  # no tensor: the op has the words
+            return self._norm(x, None, residual)
+        if not fits:
             raise self._mismatch(x)
         if dims == 1:
             return self._norm(x, self.weight, residual)
+        if not all(isinstance(given, Tensor | None) for given in (x, residual)):
+            return self._norm(x, None, residual)
         # Several normalised dimensions become one: the mean is over all of them.
         weight = None if self.weight is None else self.weight.flatten()
         if residual is not None and residual.shape != x.shape:
@@ -77,6 +95,8 @@ class RMSNorm(_OverTrailingDimensions, torch.nn.RMSNorm):
         offset: float = 0.0,
         cast_mode: str = "gemma",
     ) -> None:
+        if isinstance(offset, bool) or not isinstance(offset, int | float):
+            raise ValueError(f"RMSNorm: offset must be a Python number; got {offset!r}. Leave it out for 0.")
         if cast_mode not in CAST_MODES or (offset and not elementwise_affine):
             raise ValueError(
                 f"RMSNorm: cast_mode must be one of {', '.join(CAST_MODES)}, and offset 0 without a weight; got "
@@ -191,14 +211,26 @@ class Embedding(torch.nn.Embedding):
         *,
         out_dtype: torch.dtype | None = None,
     ) -> None:
-        given = {"max_norm": max_norm, "scale_grad_by_freq": scale_grad_by_freq, "sparse": sparse}
+        # A max_norm of 0 is one too: torch makes rows 0 by it.
+        given = {"max_norm": max_norm is not None, "scale_grad_by_freq": scale_grad_by_freq, "sparse": sparse}
         if wanted := [name for name, value in given.items() if value]:
             raise ValueError(
                 f"Embedding: max_norm, scale_grad_by_freq and sparse are not here; got {' and '.join(wanted)}. "
                 f"Use torch.nn.Embedding."
             )
+        row = _whole(padding_idx)
+        if padding_idx is not None and row is None:
+            raise ValueError(
+                f"Embedding: padding_idx must be a whole number, a row of the table; got {padding_idx!r}. "
+                f"Name such a row, or leave padding_idx out."
+            )
+        if not isinstance(out_dtype, torch.dtype | str | None) or out_dtype not in OUT_DTYPES:
+            raise ValueError(
+                f"Embedding: out_dtype must be torch.float32, torch.float16 or torch.bfloat16; got {out_dtype!r}. "
+                f"Leave it out for the weight's own."
+            )
         super().__init__(
-            num_embeddings, embedding_dim, padding_idx, None, norm_type, False, False, _weight, _freeze, device, dtype
+            num_embeddings, embedding_dim, row, None, norm_type, False, False, _weight, _freeze, device, dtype
         )
         self.out_dtype = out_dtype
 
@@ -264,12 +296,15 @@ class RotaryEmbedding(torch.nn.Module):
         device: Any = None,
     ) -> None:
         super().__init__()
-        if head_dim < 2 or head_dim % 2 or max_positions < 1 or not base > 0:
+        width, rows = _whole(head_dim) or 0, _whole(max_positions) or 0
+        has_base = isinstance(base, numbers.Real) and not isinstance(base, bool) and base > 0
+        if not 2 <= width <= MAX_HEAD_DIM or width % 2 or rows < 1 or not has_base:
             raise ValueError(
-                "RotaryEmbedding: head_dim is even and 2 or more, max_positions is 1 or more and base above 0; got "
-                f"head_dim={head_dim}, max_positions={max_positions}, base={base}. Pairs of numbers are what turns."
+                f"RotaryEmbedding: head_dim is even and 2 to {MAX_HEAD_DIM}, max_positions is whole and 1 or more and "
+                f"base a number above 0; got head_dim={head_dim!r}, max_positions={max_positions!r}, base={base!r}. "
+                "Pairs of numbers are what turns."
             )
-        self.head_dim, self.max_positions, self.base, self.interleaved = head_dim, max_positions, base, interleaved
+        self.head_dim, self.max_positions, self.base, self.interleaved = width, rows, base, interleaved
         for name, table in self._tables(torch.get_default_device() if device is None else device).items():
             self.register_buffer(name, table, persistent=False)
 
