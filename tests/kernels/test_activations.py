@@ -325,6 +325,80 @@ def test_cost_counts_every_tensor_once(kind: str) -> None:
         assert op.cost(case, "backward").bytes == element * (2 * coming + made)
 
 
+# ---- one number without dimensions ---------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=[1.75, -0.5, -30.0])
+def number(request: pytest.FixtureRequest) -> torch.Tensor:
+    return torch.tensor(request.param)
+
+
+@on_each_device
+@in_each_dtype
+@over_unary
+def test_one_number_is_a_row_of_one(device: str, dtype: str, kind: str, number: torch.Tensor) -> None:
+    x, call = number.to(device, TORCH_DTYPES[dtype]), unary_op(kind)
+    for found, right in zip(value_and_slope(call, x), value_and_slope(call, x.reshape(1)), strict=True):
+        assert found.shape == ()
+        assert found.tobytes() == right.tobytes()
+    assert torch.equal(call(x), call(x.reshape(1))[0])
+
+
+@pytest.mark.filterwarnings("default")  # the compiler's own
+@on_each_device
+@over_unary
+def test_one_number_is_compiled_as_a_row_of_one(device: str, kind: str) -> None:
+    """The graph must not call a launcher with less than rows."""
+    x, call = torch.tensor(0.75, device=device), unary_op(kind)
+    torch.compiler.reset()
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    for found, right in zip(value_and_slope(compiled, x), value_and_slope(call, x), strict=True):
+        assert found.shape == ()
+        assert found.tobytes() == right.tobytes()
+    assert torch.equal(compiled(x), call(x))
+
+
+@over_unary
+def test_transforms_may_leave_one_number(kind: str) -> None:
+    x, call = torch.linspace(-2, 3, 6), unary_op(kind)
+    op, options = UNARY[kind]
+    vmap, grad = torch.func.vmap, torch.func.grad
+    torch.testing.assert_close(vmap(call)(x), call(x))
+    torch.testing.assert_close(vmap(vmap(call))(x.view(2, 3)), call(x).view(2, 3))
+    slopes = vmap(grad(lambda x: REFERENCES[op](x, **options)))(x)
+    torch.testing.assert_close(vmap(grad(call))(x), slopes)
+    torch.testing.assert_close(grad(call)(x[4]), slopes[4])
+    torch.testing.assert_close(grad(grad(call))(x[4]), grad(grad(lambda x: REFERENCES[op](x, **options)))(x[4]))
+
+
+@over_unary
+def test_jax_takes_one_number_too(kind: str, jax: ModuleType) -> None:
+    import fuselm.jax
+
+    op, options = UNARY[kind]
+    x = jax.numpy.linspace(-2, 3, 6)
+
+    def call(x: Any) -> Any:
+        return getattr(fuselm.jax, op)(x, **options)
+
+    rows, slopes = call(x), jax.grad(lambda x: call(x).sum())(x)
+    assert np.array_equal(call(x[4]), rows[4])
+    assert np.array_equal(call(np.asarray(x[4])), rows[4])
+    np.testing.assert_allclose(jax.jit(jax.vmap(call))(x), rows, rtol=1e-6, atol=1e-7)
+    np.testing.assert_allclose(jax.vmap(jax.vmap(jax.grad(call)))(x.reshape(2, 3)).reshape(6), slopes, rtol=1e-5)
+
+
+@over_gated
+def test_a_gate_of_one_number_has_no_last_dimension(kind: str) -> None:
+    op, options = GATED[kind]
+    one = torch.tensor(1.0)
+    for given in ((one,), (one, one)):
+        with pytest.raises(RefusedInput, match=rf"{op}: gate must have 1 to 8 dimensions .* got gate float32\[\]"):
+            getattr(ops, op)(*given, **options)
+        with pytest.raises(RefusedInput, match="gate must have 1 to 8 dimensions"):
+            torch.func.vmap(lambda *given: getattr(ops, op)(*given, **options))(*(torch.ones(3) for _ in given))
+
+
 # ---- refusals ------------------------------------------------------------------------------------------------------
 
 
@@ -390,6 +464,67 @@ def test_many_elements_have_the_bits_of_few(cuda: str, dtype: str, kind: str, la
     for i, some in zip((0, 9, 15), few, strict=True):
         for one, other in zip(whole, some, strict=True):
             assert one[i].tobytes() == other.tobytes()
+
+
+# ---- kernels that only few elements have ---------------------------------------------------------------------------
+
+# One block of any size, whole blocks of whole warps and of parts of them, no whole blocks, odd counts.
+FEW = [(1, n) for n in (1, 7, 8, 768, 1000, 1024, 1750, 4096, 8072, 12_345, 14_336)]
+FEW += [(7, 1000), (64, 248), (64, 256), (64, 768), (64, 1000), (64, 1536), (64, 16_144)]
+
+
+def assert_few_have_the_bits_of_scattered(cuda: str, dtype: str, kind: str, shape: tuple[int, int]) -> None:
+    """Beside elements one by one, which begin off any vector."""
+    op, options = {**UNARY, **GATED}[kind]
+    call = lambda x: getattr(ops, op)(x, **options)  # noqa: E731
+    made = torch.Generator(cuda).manual_seed(0)
+    packed = torch.randn(shape[0], 2 * shape[1], device=cuda, generator=made).to(TORCH_DTYPES[dtype])
+    half = packed[:, : shape[1]]
+    for x in (half.contiguous(), half) if kind in UNARY else (packed,):
+        whole, scattered = value_and_slope(call, x), value_and_slope(call, lay_out(x, "offset"))
+        assert all(one.tobytes() == other.tobytes() for one, other in zip(whole, scattered, strict=True)), shape
+
+
+@pytest.mark.gpu
+@in_each_dtype
+@pytest.mark.parametrize("kind", [*UNARY, *GATED])
+def test_few_elements_have_the_bits_of_scattered_ones(cuda: str, dtype: str, kind: str) -> None:
+    for shape in FEW:
+        assert_few_have_the_bits_of_scattered(cuda, dtype, kind, shape)
+
+
+@pytest.mark.gpu
+@in_each_dtype
+@pytest.mark.parametrize("kind", ["silu", "swiglu"])
+@pytest.mark.parametrize("more", [-1, 0, 1])
+def test_where_few_elements_end_bits_stay(cuda: str, dtype: str, kind: str, more: int) -> None:
+    vector = 16 // TORCH_DTYPES[dtype].itemsize
+    vectors = 2048 * torch.cuda.get_device_properties(cuda).multi_processor_count
+    for rows in (1, 64):
+        assert_few_have_the_bits_of_scattered(cuda, dtype, kind, (rows, (vectors // rows + more) * vector))
+
+
+@pytest.mark.gpu
+@in_each_dtype
+@over_gated
+@pytest.mark.parametrize("shape", [(1, 8), (1, 4096), (64, 768), (64, 1000)], ids=str)
+def test_one_gradient_of_two_has_the_bits_of_both(cuda: str, dtype: str, kind: str, shape: tuple[int, int]) -> None:
+    op, options = GATED[kind]
+    made = torch.Generator(cuda).manual_seed(0)
+    packed, dy = (torch.randn(shape[0], n, device=cuda, generator=made) for n in (2 * shape[1], shape[1]))
+    packed, dy = packed.to(TORCH_DTYPES[dtype]), dy.to(TORCH_DTYPES[dtype])
+    apart = packed.chunk(2, -1)
+    for halves in (apart, [half.contiguous() for half in apart]):
+        found = []
+        for wanted in ((True, True), (True, False), (False, True)):
+            leaves = [half.detach().requires_grad_(wants) for half, wants in zip(halves, wanted, strict=True)]
+            getattr(ops, op)(*leaves, **options).backward(dy)
+            found.append([leaf.grad for leaf in leaves])
+        both, first, second = found
+        assert first[1] is None
+        assert second[0] is None
+        assert torch.equal(both[0], first[0])
+        assert torch.equal(both[1], second[1])
 
 
 # ---- derivatives and transforms in torch ---------------------------------------------------------------------------

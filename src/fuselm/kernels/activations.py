@@ -36,13 +36,18 @@ F32, F16, BF16 = "float32", "float16", "bfloat16"
 # ---- refusals ------------------------------------------------------------------------------------------------------
 
 
-def check_rows(op: str, name: str, x: TensorInfo) -> None:
-    """Refuse a tensor whose dtype or shape no kernel takes."""
+def check_numbers(op: str, x: TensorInfo) -> None:
+    """Refuse the x of y = f(x) whose dtype or shape is not served; one number may come without dimensions."""
+    check_rows(op, "x", x, least_rank=0)
+
+
+def check_rows(op: str, name: str, x: TensorInfo, least_rank: int = 1) -> None:
+    """Refuse a tensor whose dtype or shape is not served."""
     if x.dtype not in DTYPE_BYTES:
         remedy = f"Convert {name} to one of them."
         raise refuse(f"{op}: {name} must be float32, float16 or bfloat16", f"{name} {x}", remedy)
-    if not 1 <= len(x.shape) <= MAX_RANK or x.shape[-1] == 0:
-        rule = f"{op}: {name} must have 1 to {MAX_RANK} dimensions and a last one of at least 1"
+    if not least_rank <= len(x.shape) <= MAX_RANK or 0 in x.shape[-1:]:
+        rule = f"{op}: {name} must have {least_rank} to {MAX_RANK} dimensions and a last one of at least 1"
         raise refuse(rule, f"{name} {x}", f"Reshape {name} to (rows, width).")
 
 
@@ -341,13 +346,13 @@ def gated_decode(**options: Any) -> tuple[Case, ...]:
 _X = InputSpec((4, 8), F32)
 
 
-def _bad_rows(name: str) -> tuple[BadCall, ...]:
+def _bad_rows(name: str, least_rank: int) -> tuple[BadCall, ...]:
     """What no first tensor may be."""
+    ranks = f"{least_rank} to 8 dimensions"
     return (
         BadCall(f"integer {name}", {name: InputSpec((4, 8), "int32")}, {}, (f"{name} must be float32", "int32[4, 8]")),
         BadCall(f"complex {name}", {name: InputSpec((8,), "complex64")}, {}, (f"{name} must be", "complex64[8]")),
-        BadCall("no dimensions", {name: InputSpec((), F32)}, {}, ("1 to 8 dimensions", "float32[]")),
-        BadCall("nine dimensions", {name: InputSpec((1,) * 8 + (2,), F32)}, {}, ("1 to 8 dimensions", "1, 2]")),
+        BadCall("nine dimensions", {name: InputSpec((1,) * 8 + (2,), F32)}, {}, (ranks, "1, 2]")),
         BadCall("width 0", {name: InputSpec((4, 0), F32)}, {}, ("a last one of at least 1", "float32[4, 0]")),
     )
 
@@ -356,9 +361,10 @@ def _bad_up(name: str, up: InputSpec, *says: str) -> BadCall:
     return BadCall(name, {"gate": _X, "up": up}, {}, says)
 
 
-UNARY_BAD_CALLS = _bad_rows("x")
+UNARY_BAD_CALLS = _bad_rows("x", 0)
 GATED_BAD_CALLS = (
-    *_bad_rows("gate"),
+    *_bad_rows("gate", 1),
+    BadCall("no dimensions", {"gate": InputSpec((), F32)}, {}, ("1 to 8 dimensions", "float32[]")),
     BadCall("odd and packed", {"gate": InputSpec((4, 7), F32)}, {}, ("last dimension must be even", "float32[4, 7]")),
     _bad_up("integer up", InputSpec((4, 8), "int32"), "up must be float32", "int32[4, 8]"),
     _bad_up("up of another shape", InputSpec((8, 4), F32), "gate's shape and dtype", "float32[8, 4] for gate"),

@@ -16,7 +16,7 @@ NAME = "relu2"
 
 def check(x: TensorInfo) -> None:
     """Raise RefusedInput for the first rule that is broken."""
-    activations.check_rows(NAME, "x", x)
+    activations.check_numbers(NAME, x)
 
 
 SPEC = activations.unary_spec(

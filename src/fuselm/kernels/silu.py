@@ -17,7 +17,7 @@ NAME = "silu"
 
 def check(x: TensorInfo) -> None:
     """Raise RefusedInput for the first rule that is broken."""
-    activations.check_rows(NAME, "x", x)
+    activations.check_numbers(NAME, x)
 
 
 SPEC = activations.unary_spec(

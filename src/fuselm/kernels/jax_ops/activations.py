@@ -96,7 +96,9 @@ def unary(op: str, value: Formula, gradient: Formula) -> Callable[[Any, Options]
 
         return _raw(op, f"{op}_backward", plain, lambda dy, x: (x,), options)
 
-    return _one_input(forward, backward)
+    run = _one_input(forward, backward)
+    # A launcher takes rows: one number without dimensions goes as a row of one.
+    return lambda x, options: run(x, options) if x.ndim else run(x.reshape(1), options).reshape(())
 
 
 def gated(op: str, value: Formula, slope: Formula) -> Callable[[Any, Options], Any]:

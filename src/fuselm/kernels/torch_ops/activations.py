@@ -103,6 +103,11 @@ class Raw(NamedTuple):
 Formula = Callable[..., Tensor]  # of fp32 tensors and the options
 
 
+def of_one_number(function: Callable[..., Tensor], x: Tensor, **options: Any) -> Tensor:
+    """What a function of rows makes of a tensor without dimensions."""
+    return function(x.reshape(1), **options).reshape(())
+
+
 def by_slope(slope: Formula) -> Formula:
     """The gradient that is dy times a slope."""
     return lambda dy, x, *options: slope(x, *options).mul_(dy)

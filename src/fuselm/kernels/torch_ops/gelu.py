@@ -28,7 +28,10 @@ def gelu(x: Tensor, *, approximate: str = "none") -> Tensor:
     runs, with every derivative torch has.
     """
     compiling = is_compiling()
-    if not compiling and is_transformed():
+    if compiling:  # a graph calls the launcher straight, and that takes rows
+        if isinstance(x, Tensor) and not x.dim():
+            return activations.of_one_number(gelu, x, approximate=approximate)
+    elif is_transformed():
         _check(x, approximate)
         return gelu_reference(x, approximate=approximate)
     # The fast path asks nothing it need not: the launcher refuses bad input, and only then check() looks for the words.
@@ -47,6 +50,8 @@ def gelu(x: Tensor, *, approximate: str = "none") -> Tensor:
     # No CUDA implementation yet: this is the first CUDA tensor.
     if isinstance(error, NotImplementedError) and x.is_cuda and load_cuda():
         return gelu(x, approximate=approximate)
+    if not x.dim():  # no row, so the launcher refused it
+        return activations.of_one_number(gelu, x, approximate=approximate)
     raise error
 
 

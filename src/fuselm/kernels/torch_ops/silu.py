@@ -25,7 +25,10 @@ def silu(x: Tensor) -> Tensor:
     Inside torch.func transforms and forward-mode differentiation torch's own runs, with every derivative torch has.
     """
     compiling = is_compiling()
-    if not compiling and is_transformed():
+    if compiling:  # a graph calls the launcher straight, and that takes rows
+        if isinstance(x, Tensor) and not x.dim():
+            return activations.of_one_number(silu, x)
+    elif is_transformed():
         _check(x)
         return silu_reference(x)
     # The fast path asks nothing it need not: the launcher refuses bad input, and only then check() looks for the words.
@@ -41,6 +44,8 @@ def silu(x: Tensor) -> Tensor:
     # No CUDA implementation yet: this is the first CUDA tensor.
     if isinstance(error, NotImplementedError) and x.is_cuda and load_cuda():
         return silu(x)
+    if not x.dim():  # no row, so the launcher refused it
+        return activations.of_one_number(silu, x)
     raise error
 
 
