@@ -220,9 +220,9 @@ def forward(function: Callable[..., Any], problem: Problem, tensors: Tensors) ->
 
 
 def backward(outputs: Tensors, cotangents: Tensors, inputs: Tensors, keep: bool = False) -> Tensors:
-    """Gradients, by name, of the inputs that require one; outputs without a cotangent count as unused."""
+    """Gradients, by name, of the inputs that require one; outputs that have none, or no cotangent, count as unused."""
     wanted = [name for name, tensor in inputs.items() if tensor.requires_grad]
-    used = [name for name in outputs if name in cotangents]
+    used = [name for name, tensor in outputs.items() if name in cotangents and tensor.requires_grad]
     gradients = torch.autograd.grad(
         [outputs[name] for name in used],
         [inputs[name] for name in wanted],

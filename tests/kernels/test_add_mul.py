@@ -270,6 +270,18 @@ def test_what_is_no_tensor_is_named(op: str, wrong: Any) -> None:
         getattr(ops, op)(torch.ones(8), wrong)
 
 
+@pytest.mark.filterwarnings("default")  # the compiler's own
+@pytest.mark.parametrize("scale", [True, False])
+def test_a_scale_that_is_a_truth_value_is_refused_when_compiled_too(scale: bool) -> None:
+    x = torch.ones(3)
+    torch.compiler.reset()
+    compiled = torch.compile(lambda x, scale: ops.add(x, x, scale=scale), backend="eager")
+    for number in (0.5, 2, 0.25, -3.0):
+        assert torch.equal(compiled(x, number), x + number)
+    with pytest.raises(RefusedInput, match="add: scale must be a Python number; got scale of type bool"):
+        compiled(x, scale)
+
+
 @of_each_op
 def test_tensors_of_two_devices_are_refused(op: str) -> None:
     """Torch would take one without dimensions from anywhere."""
@@ -471,6 +483,32 @@ def test_a_row_of_another_dtype_learns_from_many_rows(cuda: str, op: str) -> Non
     terms = dout.double() if op == "add" else dout.double() * x.double()
     assert (dy.double() - terms.sum(0)).abs().max() <= 2.0**-18 * terms.square().sum(0).sqrt().max()
     assert torch.equal(dx, (dout if op == "add" else dout * y).bfloat16())
+
+
+# One block of any size, whole blocks of whole warps and of parts of them, no whole blocks, odd counts.
+FEW = [(1, n) for n in (1, 7, 8, 768, 1000, 1024, 1750, 4096, 8072, 12_345, 14_336)]
+FEW += [(7, 1000), (64, 248), (64, 256), (64, 768), (64, 1000), (64, 16_144)]
+
+
+@pytest.mark.gpu
+@of_each_op
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("shape", FEW, ids=str)
+def test_few_elements_have_the_right_bits_however_they_lie(
+    cuda: str, op: str, dtype: torch.dtype, shape: tuple[int, int]
+) -> None:
+    made = torch.Generator(cuda).manual_seed(0)
+    x, y, dout = (torch.randn(shape, device=cuda, generator=made).to(dtype) for _ in range(3))
+    scale = torch.tensor(SCALE).double().item()  # as fp32 has it
+    for other in (y, y[:1]):  # of the same shape, and one row for all
+        total = (x.double() + scale * other.double()).float().to(dtype)
+        right = (total, dout, (SCALE * dout.float()).to(dtype)) if op == "add" else (x * other, dout * other, dout * x)
+        for layout in ("contiguous", "strided", "offset", "columns"):
+            leaves = [lay_out(one, layout).detach().requires_grad_() for one in (x, other)]
+            wanted = leaves if other is y else leaves[:1]
+            out = getattr(ops, op)(*leaves, **OPTIONS[op])
+            for one, same in zip((out, *torch.autograd.grad(out, wanted, dout)), right, strict=False):
+                assert torch.equal(one, same)
 
 
 @pytest.mark.gpu

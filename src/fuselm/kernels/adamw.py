@@ -24,6 +24,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from fuselm.kernels.spec import TensorInfo, refuse
 
 # What the averages of a parameter are kept in.
@@ -40,8 +42,8 @@ def check(
 ) -> None:
     """Raise RefusedInput for the first rule that is broken; `others` are grads, exp_avgs and exp_avg_sqs by name.
 
-    `masters` is empty or has one for each parameter, without an element where there is none. Steps that are no numbers
-    are not looked at. A None is refused where a tensor must be.
+    `masters` is empty or has one for each parameter, without an element where there is none. Steps that are tensors are
+    not looked at. A None is refused where a tensor must be.
     """
     if any(len(tensors) != len(params) for tensors in others.values()) or len(masters) not in (0, len(params)):
         named = {"params": params, **others, **({"masters": masters} if masters else {})}
@@ -52,7 +54,11 @@ def check(
         )
     _check_there({"params": params, **others, "masters": masters})
     for step in steps:
-        if isinstance(step, int | float) and not step >= 1:
+        if not isinstance(step, int | float | np.number):
+            if not hasattr(step, "shape"):
+                rule = "adamw: step must be a number or a 0-dim tensor"
+                raise refuse(rule, f"a {type(step).__name__}", "Count the first step as 1.")
+        elif not step >= 1:
             raise refuse("adamw: step must be 1 or more", str(step), "Count the first step as 1.")
     for pair in betas:
         if not isinstance(pair, tuple | list) or len(pair) != 2 or not all(_is_beta(beta) for beta in pair):
@@ -61,7 +67,7 @@ def check(
                 str(pair),
                 "Pass a tuple of two for all tensors, or a list with one for each.",
             )
-    _check_params(params)
+    check_params(params)
     for name, tensors in others.items():
         for index, tensor in enumerate(tensors):
             _check_like(f"{name}[{index}]", name, tensor, params[index])
@@ -85,12 +91,28 @@ def check_lengths(count: int, lengths: Mapping[str, int]) -> None:
             raise refuse(rule, f"a list of {length} for {count}", "Give each parameter its own, or all of them one.")
 
 
-def check_scalars(scalars: Mapping[str, TensorInfo]) -> None:
-    """Refuse a step, learning rate, scale or word to skip that is a tensor with dimensions."""
+def check_scalars(scalars: Mapping[str, Any], device: str = "") -> None:
+    """Refuse a step, learning rate, scale or word to skip that is neither a number nor a tensor without dimensions.
+
+    A tensor comes as its TensorInfo. One on meta holds no number, which parameters on a `device` of memory want.
+    """
     for name, scalar in scalars.items():
-        if scalar.shape:
-            rule = f"adamw: {name} must be a number or a 0-dim tensor"
-            raise refuse(rule, f"{name} {scalar}", "Take the one element that counts, or a list with one for each.")
+        rule = f"adamw: {name} must be a number or a 0-dim tensor"
+        if not isinstance(scalar, TensorInfo):
+            if not _is_number(scalar):
+                raise refuse(rule, f"a {type(scalar).__name__}", "Pass one number or one such tensor, for all of them.")
+        elif scalar.shape:
+            or_list = "" if name in ("grad_scale", "skip") else ", or a list with one for each"
+            raise refuse(rule, f"{name} {scalar}", f"Take the one element that counts{or_list}.")
+        elif scalar.device == "meta" and device not in ("", "meta"):
+            raise refuse(rule, f"{name} {scalar}, where no numbers are", f"Make it on {device}, or pass a number.")
+
+
+def _is_number(scalar: Any) -> bool:
+    """Python's numbers and truth values, and numpy's."""
+    if isinstance(scalar, int | float):
+        return True
+    return isinstance(scalar, np.generic) and not isinstance(scalar, np.flexible | np.complexfloating)
 
 
 def check_rates(**rates: Any) -> None:
@@ -99,7 +121,7 @@ def check_rates(**rates: Any) -> None:
     Asked in every call, once for each set of options: a step uphill would go unnoticed.
     """
     for name, rate in rates.items():
-        if hasattr(rate, "shape") and not isinstance(rate, float):
+        if hasattr(rate, "shape") and not isinstance(rate, float) and not (isinstance(rate, np.ndarray) and rate.shape):
             continue
         if isinstance(rate, bool) or not isinstance(rate, int | float) or not rate >= 0:
             rule = f"adamw: {name} must be a number, 0 or more" + (", or a 0-dim tensor" if name == "lr" else "")
@@ -120,7 +142,8 @@ def _check_there(lists: Mapping[str, Sequence[TensorInfo | None]]) -> None:
                 raise refuse(f"adamw: each of {name} must be a tensor", f"{name}[{index}], which is None", remedy)
 
 
-def _check_params(params: Infos) -> None:
+def check_params(params: Infos) -> None:
+    """Refuse parameters of a dtype that no step is for, or on several devices."""
     for index, param in enumerate(params):
         if param.dtype not in STATE_DTYPES:
             raise refuse(

@@ -65,12 +65,12 @@ def check(
     if len(ids.shape) > MAX_RANK:
         rule = f"embedding: ids must have at most {MAX_RANK} dimensions"
         raise refuse(rule, f"ids {ids}", "Flatten some of them, and reshape the result.")
-    if math.prod(ids.shape) > MOST:
+    if _is_more_than(MOST, math.prod(ids.shape)):
         raise refuse(f"embedding: ids must be at most {MOST}", f"ids {ids}", "Take them in parts.")
     for name, table in (("weight", weight), ("position_weight", position_weight)):
         if table is None:
             continue
-        if len(table.shape) != 2 or not 1 <= table.shape[0] <= MOST or not 1 <= table.shape[1] <= MAX_WIDTH:
+        if len(table.shape) != 2 or 0 in table.shape or any(map(_is_more_than, (MOST, MAX_WIDTH), table.shape)):
             rule = f"embedding: {name} must be [rows, width], with 1 to {MOST} rows and a width of 1 to {MAX_WIDTH}"
             raise refuse(rule, f"{name} {table}", "Pass a table with one row for each id.")
     if position_weight is not None:
@@ -79,6 +79,11 @@ def check(
         if tensor is not None and tensor.device != ids.device and tensor.device and ids.device:
             rule = "embedding: all tensors must be on one device"
             raise refuse(rule, f"ids on {ids.device} and {name} on {tensor.device}", f"Move {name} to {ids.device}.")
+
+
+def _is_more_than(limit: int, size: int) -> bool:
+    """Whether a size breaks a limit; one that is no number yet, as in an export, is not compared."""
+    return isinstance(size, int) and size > limit
 
 
 def _check_dtypes(

@@ -20,7 +20,7 @@ import torch
 from torch.autograd import forward_ad
 
 from fuselm.kernels import build
-from fuselm.kernels.spec import TensorInfo, refuse
+from fuselm.kernels.spec import RefusedInput, TensorInfo, refuse
 
 _LIBRARY = torch.library.Library("fuselm", "FRAGMENT")
 _PLAIN: dict[str, Callable[..., Any]] = {}
@@ -113,9 +113,13 @@ def is_transformed() -> bool:
 
 
 def check_are_tensors(op: str, needed: Mapping[str, Any], optional: Mapping[str, Any]) -> None:
-    """Refuse the first argument that is no tensor."""
+    """Refuse the first argument that is no tensor, or none of numbers at regular steps in memory."""
     for name, given in {**needed, **optional}.items():
-        if isinstance(given, torch.Tensor) or (given is None and name in optional):
+        if isinstance(given, torch.Tensor):
+            if given.layout is not torch.strided or given.is_nested:
+                raise _other_layout(op, name, given)
+            continue
+        if given is None and name in optional:
             continue
         remedy = f"Pass torch.as_tensor({name})."
         if isinstance(given, torch.nn.Module):
@@ -123,6 +127,15 @@ def check_are_tensors(op: str, needed: Mapping[str, Any], optional: Mapping[str,
         elif op.endswith("_norm") and name == "weight" and isinstance(given, int | list | tuple):
             remedy = "Rows are x's last dimension: leave normalized_shape out."  # whose place this is in torch
         raise refuse(f"{op}: {name} must be a torch.Tensor", f"a {type(given).__name__}", remedy)
+
+
+def _other_layout(op: str, name: str, tensor: torch.Tensor) -> RefusedInput:
+    """The words for a tensor whose numbers do not lie at regular steps: sparse, of oneDNN, or nested."""
+    layout = str(tensor.layout).removeprefix("torch.").removeprefix("_")
+    arrived, remedy = f"{name} of layout {layout}", f"Pass {name}.to_dense()."
+    if tensor.is_nested:  # which has a to_dense() that leaves it nested
+        arrived, remedy = f"a nested {arrived}", f"Pass {name}.to_padded_tensor(0.0)."
+    return refuse(f"{op}: {name} must be a strided tensor, as torch.Tensors are by default", arrived, remedy)
 
 
 def info(tensor: torch.Tensor | None) -> TensorInfo | None:

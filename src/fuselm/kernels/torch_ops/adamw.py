@@ -24,6 +24,7 @@ from fuselm.kernels.torch_ops import check_are_tensors, fills_memory, info, load
 # Of masters there are none, or one for each parameter.
 _NAMES = ("params", "grads", "exp_avgs", "exp_avg_sqs", "masters")
 _Lists = tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor], list[Tensor]]
+_ALIKE = (int, float, tuple)  # options of these are told apart by what they are
 
 
 def adamw(
@@ -118,7 +119,7 @@ class _Table(NamedTuple):
         options: list[_Options] = []
         groups = []
         for row in zip(*(option if isinstance(option, list) else [option] * count for option in given), strict=True):
-            key = tuple(id(o) if isinstance(o, Tensor) else tuple(o) if isinstance(o, list) else o for o in row)
+            key = tuple(o if isinstance(o, _ALIKE) else _key(o) for o in row)
             if key not in known:
                 known[key] = len(options)
                 options.append(_Options(*row))
@@ -130,16 +131,24 @@ class _Table(NamedTuple):
         return _Table(self.options, [self.groups[index] for index in indices])
 
 
+def _key(option: Any) -> Any:
+    """What an option is told apart by that has no hash, or, as a tensor, one that says nothing of its number."""
+    if isinstance(option, list):
+        return tuple(option)
+    return id(option) if isinstance(option, Tensor) or type(option).__hash__ is None else option
+
+
 def _chosen(lists: _Lists, indices: Sequence[int]) -> _Lists:
     return tuple([tensors[index] for index in indices] if tensors else [] for tensors in lists)  # type: ignore[return-value]
 
 
 def _check(lists: _Lists, table: _Table, grad_scale: Any, skip: Any) -> None:
-    scalars = [("grad_scale", grad_scale), ("skip", skip)]
-    scalars += [pair for options in table.options for pair in (("step", options.step), ("lr", options.lr))]
+    device = str(lists[0][0].device) if lists[0] and isinstance(lists[0][0], Tensor) else ""
+    scalars = [pair for pair in (("grad_scale", grad_scale), ("skip", skip)) if pair[1] is not None]
+    for options in table.options:
+        scalars += [pair for pair in zip(_Options._fields, options, strict=True) if isinstance(pair[1], Tensor)]
     for name, scalar in scalars:
-        if isinstance(scalar, Tensor):
-            contract.check_scalars({name: info(scalar)})  # type: ignore[dict-item]
+        contract.check_scalars({name: info(scalar) if isinstance(scalar, Tensor) else scalar}, device)
     for list_name, tensors in zip(_NAMES, lists, strict=True):
         # What is None is left to the contract, which has the remedy.
         there = {f"{list_name}[{index}]": tensor for index, tensor in enumerate(tensors) if tensor is not None}

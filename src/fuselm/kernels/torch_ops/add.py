@@ -36,7 +36,8 @@ def add(x: Tensor, y: Tensor, *, scale: float = _SCALE) -> Tensor:
         return add_reference(x, y, scale=scale)
     # The fast path asks nothing it need not: the launcher refuses bad input, and only then check() looks for the words.
     try:
-        if scale is not _SCALE and not compiling and type(scale) is not float:  # a launcher would convert it
+        # A launcher would convert it. A compiler's numbers have types of its own: there only a bool is known to be one.
+        if scale is not _SCALE and type(scale) is not float and (not compiling or isinstance(scale, bool)):
             _check(x, y, scale)
         if (x.requires_grad or y.requires_grad) and torch.is_grad_enabled():
             out: Tensor = (_Add.apply if compiling else _apply)(x, y, scale)

@@ -51,14 +51,11 @@ def embedding(
     a fixed order: equal calls give equal bits. Tokens whose id is `padding_idx` add nothing to weight's gradient. An id
     or a position that its table has no row for is refused on the CPU; on CUDA, where values are not looked at, that row
     is NaN and adds nothing to that table's gradient. Inside torch.func transforms and forward-mode differentiation
-    torch's own lookup runs, with every derivative torch has.
+    torch's own lookup runs, with every derivative torch has, of tables in fp32.
     """
     compiling = is_compiling()
     if not compiling and is_transformed():
-        _check(ids, weight, position_weight, positions, dtype)
-        return embedding_reference(
-            ids, weight, position_weight=position_weight, positions=positions, dtype=dtype, padding_idx=padding_idx
-        )
+        return _transformed(ids, weight, position_weight, positions, dtype, padding_idx)
     # The fast path asks nothing it need not: the launcher refuses bad input, and only then check() looks for the words.
     try:
         number = 0 if dtype is None else _NUMBERS[dtype]
@@ -104,6 +101,34 @@ def embedding_reference(
     return out.to(wanted)
 
 
+def _transformed(
+    ids: Tensor,
+    weight: Tensor,
+    position_weight: Tensor | None,
+    positions: Tensor | None,
+    dtype: Dtype,
+    padding_idx: int | None,
+) -> Tensor:
+    """The reference where torch differentiates it, of tables in fp32: in 16 bits it adds gradients up in 16 bits."""
+    _check(ids, weight, position_weight, positions, dtype)
+    padding = None if padding_idx is None else contract.padding_row(weight.shape[0], padding_idx)
+    places = None if position_weight is None else _wide_if_learned(position_weight)
+    more: dict[str, Any] = {"position_weight": places, "positions": positions, "padding_idx": padding}
+    try:
+        return embedding_reference(ids, _wide_if_learned(weight), dtype=dtype or weight.dtype, **more)
+    except IndexError:  # on a CPU torch's lookup looks at the values too
+        for name, indices, table in (("ids", ids, weight), ("positions", positions, position_weight)):
+            if indices is not None and table is not None:
+                _refuse_strays(name, torch.func.debug_unwrap(indices), table)
+        raise
+
+
+def _wide_if_learned(table: Tensor) -> Tensor:
+    """In fp32, exactly; what is constant in every transform is no sum, and spared the copy."""
+    learned = table.requires_grad or torch._C._functorch.is_functorch_wrapped_tensor(table)
+    return table.float() if learned else table
+
+
 def _wide(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
@@ -120,7 +145,7 @@ def _check(ids: Any, weight: Any, position_weight: Any, positions: Any, dtype: A
     ids_info, weight_info = info(ids), info(weight)
     assert ids_info is not None
     assert weight_info is not None
-    name = None if dtype is None else str(dtype).removeprefix("torch.")
+    name = dtype if dtype is None or isinstance(dtype, str) else repr(dtype).removeprefix("torch.")
     contract.check(ids_info, weight_info, info(position_weight), info(positions), name)
 
 
@@ -193,15 +218,20 @@ def _plain_forward(
 
 def _looked_up(name: str, indices: Tensor, table: Tensor) -> Tensor:
     """Rows of a table; an index that it has no row for is refused on the CPU and NaN elsewhere."""
-    inside = indices.clamp(0, table.shape[0] - 1)
     if indices.device.type != "cpu":
+        inside = indices.clamp(0, table.shape[0] - 1)
         return F.embedding(inside, table).masked_fill((inside != indices)[..., None], torch.nan)
+    _refuse_strays(name, indices, table)
+    return F.embedding(indices, table)
+
+
+def _refuse_strays(name: str, indices: Tensor, table: Tensor) -> None:
+    inside = indices.clamp(0, table.shape[0] - 1)
     if not torch.equal(inside, indices):
         place = tuple((inside != indices).nonzero()[0].tolist())
         table_info = info(table)
         assert table_info is not None
         raise contract.stray(name, int(indices[place]), place, table_info)
-    return F.embedding(indices, table)
 
 
 def _fake_forward(

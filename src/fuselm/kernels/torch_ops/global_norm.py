@@ -8,7 +8,7 @@ torch's foreach ops.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -17,18 +17,47 @@ from torch.compiler import is_compiling
 
 from fuselm.kernels.adamw import NORM_CHUNK
 from fuselm.kernels.spec import refuse
-from fuselm.kernels.torch_ops import fills_memory, load_cuda, register
+from fuselm.kernels.torch_ops import check_are_tensors, fills_memory, load_cuda, register
 
 _FIRST = 1
 _SUMMED = (torch.float32, torch.float16, torch.bfloat16)  # what the kernel takes
+_DTYPES = (*_SUMMED, torch.float64)
 
 
 def global_norm(tensors: Iterable[Tensor]) -> Tensor:
-    """A 0-dim fp32 tensor on the first tensor's device; 0 of no tensors.
+    """A 0-dim fp32 tensor on the first tensor's device; 0 of no tensors. One tensor by itself is a list of one.
 
     Sums are fp32, or float64 where a tensor is; the same bits every time for the same tensors in the same order. A NaN
     or an infinity anywhere makes the norm NaN or infinite.
     """
+    return _with_words(_norm_of, tensors)
+
+
+def global_norm_reference(tensors: Iterable[Tensor]) -> Tensor:
+    """The same by torch's foreach ops."""
+    return _with_words(_by_foreach, tensors)
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------------
+
+
+def _with_words(norm: Callable[[list[Tensor]], Tensor], tensors: Any) -> Tensor:
+    given = _listed(tensors)
+    if is_compiling():
+        return _by_foreach(given)
+    try:
+        return norm(given)
+    except RuntimeError:
+        _check(given)  # only now: each question to each tensor would cost host time
+        raise
+
+
+def _listed(tensors: Any) -> list[Tensor]:
+    if isinstance(tensors, Tensor):
+        tensors = [tensors]
+    elif not isinstance(tensors, Iterable):
+        remedy = "Pass [p.grad for p in params if p.grad is not None]."
+        raise refuse("global_norm: tensors must be a list of torch.Tensors", f"a {type(tensors).__name__}", remedy)
     given = list(tensors)
     for index, tensor in enumerate(given):
         if not isinstance(tensor, Tensor):
@@ -40,8 +69,28 @@ def global_norm(tensors: Iterable[Tensor]) -> Tensor:
         if not tensor.is_floating_point():
             rule = "global_norm: tensors must be of a real floating-point dtype"
             raise refuse(rule, f"number {index} of {tensor.dtype}", "Leave it out, or take its torch.view_as_real.")
-    if not given or is_compiling() or not all(_fits(tensor, given[0]) for tensor in given):
-        return global_norm_reference(given)
+    return given
+
+
+def _check(tensors: list[Tensor]) -> None:
+    """The words for what only an error has shown."""
+    for index, tensor in enumerate(tensors):
+        check_are_tensors("global_norm", {f"tensors[{index}]": tensor}, {})
+        if tensor.dtype not in _DTYPES:
+            rule = "global_norm: tensors must be float64, float32, bfloat16 or float16"
+            raise refuse(rule, f"number {index} of {tensor.dtype}", "Convert it.")
+        if tensor.is_meta != tensors[0].is_meta:
+            rule = "global_norm: all tensors must have memory, or none"
+            arrived = f"number 0 on {tensors[0].device} and number {index} on {tensor.device}"
+            raise refuse(rule, arrived, "Leave out what is on meta.")
+
+
+# --- sums -------------------------------------------------------------------------------------------------------------
+
+
+def _norm_of(given: list[Tensor]) -> Tensor:
+    if not given or not all(_fits(tensor, given[0]) for tensor in given):
+        return _by_foreach(given)
     device, given = given[0].device, [tensor for tensor in given if tensor.numel()]
     if not given:
         return torch.zeros((), dtype=torch.float32, device=device)
@@ -56,8 +105,9 @@ def global_norm(tensors: Iterable[Tensor]) -> Tensor:
     return found
 
 
-def global_norm_reference(tensors: Iterable[Tensor]) -> Tensor:
-    """The same by torch's foreach ops."""
+def _by_foreach(tensors: list[Tensor]) -> Tensor:
+    if tensors and tensors[0].is_meta:
+        _check(tensors)  # to whom a tensor with memory could go, and its number would be lost
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
         by_dtype.setdefault(tensor.dtype, []).append(_without_gaps(tensor.detach()))
@@ -85,7 +135,7 @@ def _fits(tensor: Tensor, first: Tensor) -> bool:
 
 
 def _plain_norm(tensors: list[Tensor], partial: Tensor, outputs: int) -> Tensor:
-    return global_norm_reference(tensors)
+    return _by_foreach(tensors)
 
 
 def _fake_norm(tensors: list[Tensor], partial: Tensor, outputs: int) -> Any:

@@ -69,6 +69,7 @@ def rope(
     # The fast path asks nothing it need not: the launcher refuses bad input, and only then check() looks for the words.
     try:
         odd_eps = eps is not None and not compiling and not (type(eps) is float and _LEAST_EPS < eps <= _MOST_EPS)
+        odd_eps = odd_eps or (compiling and isinstance(eps, bool))  # a compiler's numbers have types of its own
         if odd_eps or type(interleaved) is not bool or type(inplace) is not bool:  # a launcher would convert them
             _check(q, k, cos, sin, positions, q_weight, k_weight, eps, interleaved, inplace)
         normed = q_weight is not None or k_weight is not None
@@ -188,7 +189,7 @@ def _written_over(given: Given, compiling: bool) -> tuple[Tensor, Tensor]:
     """In place where no gradient is recorded."""
     q, k = given[:2]
     if not compiling:
-        _refuse_what_cannot_be_overwritten(q, k, False)
+        refuse_what_cannot_be_overwritten(q, k, False)
     _inplace(*given, False, _NO_OUTPUTS)
     if not compiling:  # who kept q or k for a backward of their own is to hear of it
         torch.autograd.graph.increment_version((q, k))
@@ -210,7 +211,7 @@ def _with_gradients(given: Given, normed: bool, inplace: bool, compiling: bool) 
     elif not inplace:
         made = _apply(q, k, cos, sin, positions, interleaved, False)
     else:
-        _refuse_what_cannot_be_overwritten(q, k, True)
+        refuse_what_cannot_be_overwritten(q, k, True)
         if q.requires_grad and k.requires_grad and not q._is_view() and not k._is_view():
             return _apply(q, k, cos, sin, positions, interleaved, True)
         # Autograd lets a function write over one view, and then return no other tensor besides.
@@ -224,7 +225,8 @@ def _with_gradients(given: Given, normed: bool, inplace: bool, compiling: bool) 
     return made
 
 
-def _refuse_what_cannot_be_overwritten(q: Tensor, k: Tensor, learns: bool) -> None:
+def refuse_what_cannot_be_overwritten(q: Tensor, k: Tensor, learns: bool) -> None:
+    """Refuse leaves, views that autograd will not have changed, and tensors that share a place with themselves."""
     for name, x in (("q", q), ("k", k)):
         known = info(x)
         assert known is not None
@@ -268,7 +270,10 @@ class _Rope(torch.autograd.Function):
             _inplace(*given, _NO_OUTPUTS)
             ctx.mark_dirty(q, k)
         else:
+            q_learns, k_learns = q.requires_grad, k.requires_grad
             q, k, _, _ = (_forward if is_compiling() else _forward_now)(*given, _BOTH)
+            if not (q_learns and k_learns):  # what is made of nothing that learns does not learn
+                ctx.mark_non_differentiable(k if q_learns else q)
         ctx.save_for_backward(cos, sin, positions)
         ctx.interleaved = interleaved
         ctx.set_materialize_grads(False)
@@ -301,7 +306,7 @@ def _overwrite_one(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None
 
 def _no_heads(x: Tensor) -> Tensor:
     """What stands for a q or k that is not there."""
-    return x.detach()[:, :, :0]
+    return x[:, :, :0]
 
 
 def _turned_back(ctx: Any, dq_out: Tensor | None, dk_out: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
@@ -340,6 +345,10 @@ class _NormedRope(torch.autograd.Function):
         wanted = _BOTH | _OF_Q | _OF_K
         made = forward(q, k, cos, sin, positions, q_weight, k_weight, eps, interleaved, False, wanted)
         q_out, k_out, q_rstd, k_rstd = made
+        if not (q.requires_grad or q_weight.requires_grad):
+            ctx.mark_non_differentiable(q_out)
+        elif not (k.requires_grad or k_weight.requires_grad):
+            ctx.mark_non_differentiable(k_out)
         ctx.save_for_backward(q, k, q_rstd, k_rstd, cos, sin, positions, q_weight, k_weight)
         ctx.interleaved = interleaved
         ctx.set_materialize_grads(False)
