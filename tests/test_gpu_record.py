@@ -1,6 +1,6 @@
 """A change of the native code must have been run on a GPU: some record in gpu/ is of what is compiled here.
 
-Its tests are of all sources; each op's figures, and what sanitizers found, of those the op is made of. It runs
+What it says of an op is of the sources the op is made of, and its tests of those that launch all ops, too. It runs
 everywhere, GPU or not: it only reads the record. Python's side of an op is tested on every machine as it is.
 """
 

@@ -89,23 +89,35 @@ def option(job: Job, name: str) -> str:
     return next(word.partition("=")[2] for word in job.command if word.startswith(f"{name}="))
 
 
-def test_each_op_has_a_process_and_those_of_none_have_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_op_has_a_process_and_those_of_none_have_some(monkeypatch: pytest.MonkeyPatch) -> None:
     def end(name: str, told: Path) -> Ended:
-        told.write_text(json.dumps(line(f"test_x[{name}]", "passed")) + "\n" + '{"test": "cut of')
+        outcome = "failed" if name == "- tests/bench" else "passed"
+        told.write_text(json.dumps(line(f"test_x[{name}]", outcome)) + "\n" + '{"test": "cut of')
         return FINE
 
     jobs, at_a_time = pretend(monkeypatch, end)
+    of_none = ["- tests", *(f"- {folder}" for folder in gpu_tests.FOLDERS)]
     monkeypatch.setattr(gpu_tests.os, "cpu_count", lambda: 2)
     found = gpu_tests.run(["softmax", "rope", "-"], math.inf)
-    assert list(jobs) == ["-", "softmax", "rope"]
-    assert [option(job, "--of-op") for job in jobs.values()] == list(jobs)
+    assert list(jobs) == [*of_none, "softmax tests", "rope tests"]
+    assert [f"{option(job, '--of-op')} {job.command[-1]}" for job in jobs.values()] == list(jobs)
+    ignored = [word.partition("=")[2] for word in jobs["- tests"].command if word.startswith("--ignore=")]
+    assert ignored == list(gpu_tests.FOLDERS)
+    assert not any("ignore" in word for name, job in jobs.items() if name != "- tests" for word in job.command)
     assert at_a_time == [2]
-    assert {op: counts["passed"] for op, counts in found["ops"].items()} == {"-": 1, "softmax": 1, "rope": 1}
+    assert {op: counts["passed"] for op, counts in found["ops"].items()} == {"-": 3, "softmax": 1, "rope": 1}
+    assert (found["failed"], found["failures"]) == (1, {"-": ["test_x[- tests/bench]"]})
     assert gpu_tests.run([], math.inf)["ops"] == {}
+
+
+def test_the_folders_of_tests_that_have_a_process_are_there() -> None:
+    root = Path(__file__).resolve().parents[2]
+    assert all((root / folder).is_dir() for folder in (gpu_tests.ROOT, *gpu_tests.FOLDERS))
 
 
 def test_what_never_began_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     never = Ended(-1, "was not run: the time of this part was used up\n", 0.0, False)
-    pretend(monkeypatch, lambda name, told: never if name == "rope" else Ended(-9, "", 1.0, False))
-    found = gpu_tests.run(["softmax", "rope"], math.inf)
+    late = ("rope tests", "- tests/torchlm")
+    pretend(monkeypatch, lambda name, told: never if name in late else Ended(-9, "", 1.0, False))
+    found = gpu_tests.run(["softmax", "rope", "-"], math.inf)
     assert found["ops"] == {"softmax": {"passed": 0, "failed": 1, "skipped": 0}}

@@ -82,7 +82,8 @@ def test_a_changed_op_loses_its_figures_and_no_other_does() -> None:
     made = merging.merge(full_record(), LATER, clean("softmax"), now)
     assert [row["op"] for row in made["rows"]] == ["rms_norm"]
     assert [row["op"] for row in made["host"]] == ["rms_norm"]
-    assert "tests" not in made
+    assert set(made["tests"]["ops"]) == {"rms_norm"}
+    assert [made["tests"][which] for which in merging.gpu_tests.COUNTS] == [10, 0, 0]
     assert made["origins"]["rows"]["rms_norm"]["date"] == HEADER["date"]
     assert made["origins"]["sanitizer"]["softmax"] == {
         **{key: LATER[key] for key in merging.ORIGIN},
@@ -97,13 +98,14 @@ def test_a_changed_op_loses_its_figures_and_no_other_does() -> None:
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("fuselm.h", ["fuselm.h is not what was tested on the GPU"]),
+        ("fuselm.h", [f"{op}: fuselm.h is not what was tested on the GPU" for op in (*NAMES, "no op")]),
         (
             "softmax.cu",
             [
-                "softmax.cu is not what was tested on the GPU",
+                "softmax: softmax.cu is not what was tested on the GPU",
                 "softmax: softmax.cu is not what sanitizers looked at",
                 "softmax: softmax.cu is not what was measured",
+                "no op: softmax.cu is not what was tested on the GPU",
             ],
         ),
     ],
@@ -115,7 +117,7 @@ def test_a_record_says_which_file_it_does_not_vouch_for(name: str, says: list[st
 def test_a_shared_header_is_every_ops() -> None:
     now = changed("rows.cuh")
     assert merging.still_true(full_record(), HEADER["gpu"], now)["rows"] == []
-    assert len(merging.problems(full_record(), now, NAMES)) == 5
+    assert len(merging.problems(full_record(), now, NAMES)) == 7
 
 
 def test_another_gpu_or_an_older_kind_of_record_starts_anew() -> None:
@@ -204,7 +206,8 @@ def test_rows_are_in_the_registrys_order_whatever_was_measured_first() -> None:
         (lambda made: made["tests"]["ops"].pop("softmax"), "no test of softmax passed"),
         (lambda made: made["tests"]["ops"].pop("-"), "no test of no op passed"),
         (lambda made: made.pop("host"), "the record has no host"),
-        (lambda made: made["origins"]["tests"]["sources"].update(new="3"), "new is not what was tested"),
+        (lambda made: made["origins"]["tests"]["-"]["sources"].update(new="3"), "no op: new is not what was tested"),
+        (lambda made: made["origins"]["tests"].pop("softmax"), "no test of softmax passed"),
     ],
 )
 def test_a_record_with_a_gap_does_not_vouch(spoil: Callable[[dict[str, Any]], Any], says: str) -> None:

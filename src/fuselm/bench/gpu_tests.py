@@ -21,6 +21,8 @@ from fuselm.bench.processes import Ended, Job, run_all
 
 FINE_PYTEST_CODES = (0, 1, 5)  # all passed, some failed, none there: in these all has been told
 COUNTS = ("passed", "failed", "skipped")
+# Tests of no op take as long as all others together, so these folders of theirs have processes of their own.
+ROOT, FOLDERS = "tests", ("tests/bench", "tests/kernels", "tests/torchlm")
 ONE_GPU = "one GPU only"  # the reason of a test that wants a second one, and the only good one to skip a GPU test
 
 Counts = dict[str, Any]
@@ -28,7 +30,8 @@ Counts = dict[str, Any]
 
 def run(names: Sequence[str], deadline: float) -> Counts:
     """The tests of these ops, counted; NO_OP stands for those of none. What could not begin in time is not there."""
-    groups = sorted(names, key=lambda name: name != NO_OP)  # those of no op take longest, so they begin
+    groups = [(NO_OP, place) for place in (ROOT, *FOLDERS) if NO_OP in names]  # which take longest, so they begin
+    groups += [(name, ROOT) for name in names if name != NO_OP]
     at_once = max(1, min(len(groups), os.cpu_count() or 1))
     environment = {
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",  # torch and JAX share the GPU's memory
@@ -36,17 +39,19 @@ def run(names: Sequence[str], deadline: float) -> Counts:
     }
     with tempfile.TemporaryDirectory() as folder:
         told = {group: Path(folder) / f"{index}.jsonl" for index, group in enumerate(groups)}
-        jobs = {group: _job(group, told[group], environment) for group in groups}
+        jobs = {" ".join(group): _job(*group, told[group], environment) for group in groups}
         ended = run_all(jobs, deadline, at_once)
-        begun = {group: ended[group] for group in groups if not _never_began(ended[group])}
-        lines = {group: _lines(told[group]) for group in begun}
-    return together(count(lines[group], group, ended) for group, ended in begun.items())
+        ends = {group: ended[" ".join(group)] for group in groups}
+        late = {name for (name, _), end in ends.items() if _never_began(end)}  # if only in part: it vouches for nothing
+        counts = [count(_lines(told[group]), group[0], end) for group, end in ends.items() if group[0] not in late]
+    return together(summed(counts))
 
 
-def _job(group: str, told: Path, environment: Mapping[str, str]) -> Job:
+def _job(name: str, place: str, told: Path, environment: Mapping[str, str]) -> Job:
     pytest = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider"]
+    elsewhere = [f"--ignore={folder}" for folder in FOLDERS if name == NO_OP and place == ROOT]
     # With "=": NO_OP begins as an option does.
-    return Job([*pytest, f"--of-op={group}", f"--outcomes={told}", "tests"], environment)
+    return Job([*pytest, f"--of-op={name}", f"--outcomes={told}", *elsewhere, place], environment)
 
 
 def _never_began(ended: Ended) -> bool:
@@ -82,6 +87,25 @@ def count(lines: Sequence[Mapping[str, Any]], group: str, ended: Ended) -> Count
     numbers = {which: sum(outcome == which for outcome, _ in outcomes.values()) for which in COUNTS}
     failures = [words for outcome, words in outcomes.values() if outcome == "failed"]
     return {"ops": {group: numbers}, "failures": {group: failures} if failures else {}}
+
+
+def summed(parts: Iterable[Counts]) -> list[Counts]:
+    """The counts of processes, of which an op may have several, as one of each op."""
+    found: dict[str, Counts] = {}
+    for part in parts:
+        for op, numbers in part["ops"].items():
+            whole = found.setdefault(op, {"ops": {op: dict.fromkeys(COUNTS, 0)}, "failures": {}})
+            whole["ops"][op] = {which: whole["ops"][op][which] + numbers[which] for which in COUNTS}
+            if words := part["failures"].get(op):
+                whole["failures"][op] = [*whole["failures"].get(op, []), *words]
+    return list(found.values())
+
+
+def of_ops(counts: Counts, names: Iterable[str]) -> Counts:
+    """What counts say of these ops."""
+    kept = set(names)
+    chosen = {part: {op: found for op, found in counts[part].items() if op in kept} for part in ("ops", "failures")}
+    return together([chosen])
 
 
 def together(parts: Iterable[Counts]) -> Counts:

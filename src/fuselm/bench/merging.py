@@ -1,9 +1,9 @@
 """What a GPU record keeps: how the findings of a part come into it, what it still vouches for, and what it lacks.
 
 Knows the record's shape and the sources that each op is made of (owners.py); runs nothing. `origins` says of which
-sources, and of which day, an op's rows and its sanitizers' findings are, and the tests of all ops:
+sources, and of which day, an op's tests, its rows and its sanitizers' findings are:
 
-    {"gpu": ..., "origins": {"tests": {"sources": {...}, ...}, "rows": {"softmax": {"sources": ...}}, "sanitizer": ...},
+    {"gpu": ..., "origins": {"tests": {"softmax": {"sources": {...}, ...}}, "rows": {...}, "sanitizer": {...}},
      "rows": [...], "decode": [...], "host": [...], "notes": [...], "sanitizer": {"memcheck": {"softmax": "clean"}},
      "tests": {"passed": 5019, "failed": 0, "skipped": 158, "ops": {...}, "failures": {}}}
 
@@ -72,7 +72,8 @@ def merge(old: Record | None, header: Mapping[str, Any], part: Mapping[str, Any]
     about = {key: header[key] for key in ORIGIN}
     if "tests" in part:
         record["tests"] = gpu_tests.together([record.get("tests", {"ops": {}, "failures": {}}), part["tests"]])
-        record["origins"]["tests"] = {**about, "sources": dict(sources.hashes)}
+        tested = sorted(part["tests"]["ops"])
+        record["origins"]["tests"] |= {op: {**about, "sources": sources.of_tests(op)} for op in tested}
     if "sanitizer" in part:
         record["sanitizer"] = _merged_statuses(record.get("sanitizer", {}), part["sanitizer"])
         seen = {op for found in part["sanitizer"].values() for op in found}
@@ -85,15 +86,13 @@ def merge(old: Record | None, header: Mapping[str, Any], part: Mapping[str, Any]
 
 
 def still_true(old: Record | None, gpu: str, sources: Sources) -> Record:
-    """What a record says that is of these sources: of which op, and of all for tests. Of another GPU's, nothing."""
-    record: Record = {"origins": {"rows": {}, "sanitizer": {}}}
+    """What a record says that is of these sources, op by op. Of another GPU's, nothing."""
+    record: Record = {"origins": {"tests": {}, "rows": {}, "sanitizer": {}}}
     if old is None or old.get("gpu") != gpu or "origins" not in old:
         return record
-    for about in ("rows", "sanitizer"):
-        origins = old["origins"].get(about, {})
-        same = {op: origin for op, origin in origins.items() if op in sources.needs}
-        same = {op: origin for op, origin in same.items() if origin["sources"] == sources.of(op)}
-        record["origins"][about] = same
+    for about, of in (("tests", sources.of_tests), ("rows", sources.of), ("sanitizer", sources.of)):
+        origins = {op: origin for op, origin in old["origins"].get(about, {}).items() if op in (*sources.needs, NO_OP)}
+        record["origins"][about] = {op: origin for op, origin in origins.items() if origin["sources"] == of(op)}
     measured, sanitized = record["origins"]["rows"], record["origins"]["sanitizer"]
     for table in (*TABLES, "notes"):
         if table in old:
@@ -103,9 +102,8 @@ def still_true(old: Record | None, gpu: str, sources: Sources) -> Record:
             tool: {op: status for op, status in found.items() if op in sanitized}
             for tool, found in old["sanitizer"].items()
         }
-    tested = old["origins"].get("tests", {})
-    if "tests" in old and tested.get("sources") == dict(sources.hashes):
-        record["tests"], record["origins"]["tests"] = old["tests"], tested
+    if "tests" in old:
+        record["tests"] = gpu_tests.of_ops(old["tests"], record["origins"]["tests"])
     return record
 
 
@@ -177,14 +175,16 @@ def problems(record: Record, sources: Sources, names: Sequence[str]) -> list[str
     if missing := [key for key in (*HEADER, "origins", "tests", "sanitizer", *TABLES) if key not in record]:
         return [f"the record has no {', '.join(missing)}"]
     origins = record["origins"]
-    tested = origins.get("tests", {}).get("sources", {})
-    found = [f"{path} is not what was tested on the GPU" for path in _different(tested, sources.hashes)]
-    found += _test_problems(record["tests"], names)
-    for op in (*names, *LIST_OPS):
-        for about, words in (("sanitizer", "sanitizers looked at"), ("rows", "was measured")):
+    found = _test_problems(gpu_tests.of_ops(record["tests"], origins["tests"]), names)
+    for op in (*names, *LIST_OPS, NO_OP):
+        for about, words, of in (
+            ("tests", "was tested on the GPU", sources.of_tests),
+            ("sanitizer", "sanitizers looked at", sources.of),
+            ("rows", "was measured", sources.of),
+        ):
             if op in origins[about]:
-                different = _different(origins[about][op]["sources"], sources.of(op))
-                found += [f"{op}: {path} is not what {words}" for path in different]
+                different = _different(origins[about][op]["sources"], of(op))
+                found += [f"{_named(op)}: {path} is not what {words}" for path in different]
     for tool in TOOLS:
         known = {op: status for op, status in record["sanitizer"].get(tool, {}).items() if op in origins["sanitizer"]}
         found += [f"{tool} of {op}: {known.get(op, 'was not run')}" for op in names if known.get(op) != "clean"]
@@ -204,7 +204,11 @@ def _test_problems(tests: Record, names: Sequence[str]) -> list[str]:
     failures = [words for of_op in tests["failures"].values() for words in of_op]
     found = [f"{tests['failed']} tests failed: {', '.join(failures[:5])}"] if tests["failed"] else []
     unpassed = [op for op in (*names, NO_OP) if not tests["ops"].get(op, {}).get("passed")]
-    return found + [f"no test of {'no op' if op == NO_OP else op} passed" for op in unpassed]
+    return found + [f"no test of {_named(op)} passed" for op in unpassed]
+
+
+def _named(op: str) -> str:
+    return "no op" if op == NO_OP else op
 
 
 # --- what it lacks ---------------------------------------------------------------------------------------------------

@@ -36,13 +36,23 @@ class Sources:
         """The files of an op by hash."""
         return {path: self.hashes[path] for path in self.needs[op]}
 
+    def of_tests(self, op: str) -> dict[str, str]:
+        """What the tests of an op go through: its files, and those that declare and register all launchers.
+
+        Those of NO_OP, whole models among them, are of all files.
+        """
+        if op == NO_OP:
+            return dict(self.hashes)
+        shared = {path: text for path, text in self.hashes.items() if not path.endswith((".cu", ".cuh"))}
+        return {**shared, **self.of(op)}
+
 
 def sources(folder: Path = build.SOURCE_DIR) -> Sources:
     """The native sources of a kernels folder.
 
     An op's are its own .cu files and the headers that these include. fuselm.h and the bindings only declare and
-    register launchers, so they are nobody's: another declaration changes no op's machine code. Tests, which go through
-    them, are of all files. The ops over lists, which no registry knows, have a source of another name.
+    register launchers, so they are nobody's: another declaration changes no op's machine code. (Tests go through them:
+    `of_tests`.) The ops over lists, which no registry knows, have a source of another name.
     """
     hashes = build.source_hashes(folder)
     paths = {Path(path).name: path for path in hashes}

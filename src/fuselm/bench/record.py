@@ -3,7 +3,7 @@
 Run on a machine with a GPU from the root of the repository, with an interpreter that has what is needed: this installs
 nothing. Each part takes under ten minutes and is merged into the record. What the record says of an op stays in it
 while the sources the op is made of stay what they were (owners.py says which those are; comments do not count), so a
-change of one op needs that op's figures anew and no other's. Tests are of all sources and stay while all are the same.
+change of one op needs that op's tests and figures anew, the tests of no op, and nothing else.
 tests/test_gpu_record.py reads it everywhere else. Tests and sanitizer run side by side, a process for each op; the
 bench has the GPU to itself.
 
