@@ -1,4 +1,4 @@
-"""The README's block about training, made from gpu/train.json: speed, curves, a resumed run, whole runs.
+"""The README's block about training, made from gpu/train.json: speed, distances of curves, a resumed run, whole runs.
 
 Knows that record's parts and the marks; readme.py puts the text where it belongs.
 
@@ -8,6 +8,7 @@ Knows that record's parts and the marks; readme.py puts the text where it belong
 from __future__ import annotations
 
 import re
+import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,15 +20,12 @@ TRAINING_BEGIN, TRAINING_END = "<!-- training:begin -->", "<!-- training:end -->
 APART_WORDS = (
     "Memory is what torch took of the GPU at most. "
     "Loss apart: how far the running mean of the loss is from the one with torch's ops, on the same batches from the "
-    "same weights (rms over the steps). Noise is how far it is after a rounding error in those weights; a curve "
+    "same weights (rms over {steps}). Noise is how far it is after a rounding error in those weights; a curve "
     "differs that is more than three times as far."
 )
-OLD_MARK = "†"  # of a row that is older than others
-OLD_WORDS = (
-    "{rows} are of the sources before the kernels of embedding, activations, RoPE and AdamW, and of random tokens; "
-    "the plain model neither clipped its gradients nor had a schedule; memory is "
-    "what torch had allocated."
-)
+FOUND_MARK = "†"  # of a first step that found on disk what torch.compile had made before
+FOUND_WORDS = f"{FOUND_MARK}: torch.compile had compiled these on this machine before."
+PLAIN = "plain-compile"  # what others are compared with
 
 
 def training_block(record: Mapping[str, Any]) -> str:
@@ -44,11 +42,11 @@ def training_block(record: Mapping[str, Any]) -> str:
             "",
             *_speed_table(record["speed"], record["date"]),
             "",
+            *_lead_lines(record["speed"]),
             f"With `--deterministic`, {resume['steps']} steps run twice, and stopped half-way and resumed in another "
             f"process, {equal} the same to the bit in weights and averages{when}. "
             f"Its speed is {slower} of an eager run's.",
             "",
-            *((_curves_line(record["curves"]), "") if "curves" in record else ()),  # of records before 2026-11-18
             f"| command{_on_another_day(record, 'runs')} | best validation loss | at step | seconds of training "
             "| whole command |",
             "|---|---:|---:|---:|---:|",
@@ -73,55 +71,56 @@ def _on_another_day(record: Mapping[str, Any], part: str) -> str:
 def _speed_table(rows: Sequence[Row], date: str) -> list[str]:
     """A line for each learner but the nudged one, which is there to say what noise is."""
     shown = [row for row in judged(rows) if row["learner"] != NUDGED]
-    learnt = any("curve" in row for row in shown)  # not in records before 2026-11-18
-    old = [row for row in shown if "curve" not in row]
-    more = (" MFU | loss apart |", "---:|---:|") if learnt else ("", "")
-    words = [APART_WORDS] if learnt else []
-    words += [OLD_WORDS.format(rows=f"Rows with {OLD_MARK}" if learnt else "These rows")] if old else []
+    found = any(row.get("found_compiled") for row in shown)
+    words = [APART_WORDS.format(steps=_steps(rows)), *([FOUND_WORDS] if found else [])]
     return [
-        "| preset | tokens a step | trained by | tokens/s | first step | peak memory |" + more[0],
-        "|---|---:|---|---:|---:|---:|" + more[1],
-        *(_speed_line(row, date, learnt) for row in shown),
+        "| preset | tokens a step | trained by | tokens/s | first step | peak memory | MFU | loss apart |",
+        "|---|---:|---|---:|---:|---:|---:|---:|",
+        *(_speed_line(row, date) for row in shown),
         "",
         " ".join(words),
     ]
 
 
-def _speed_line(row: Row, date: str, learnt: bool) -> str:
+def _speed_line(row: Row, date: str) -> str:
     who = re.sub(r"(--[\w-]+)", r"`\1`", LEARNERS[row["learner"]].title)
-    who += f" {OLD_MARK}" if learnt and "curve" not in row else ""
     who += "" if row.get("date", date) == date else f" ({row['date']})"
-    what = row["preset"] + ("" if row.get("precision", "bf16") == "bf16" else f", {row['precision']}")
-    line = (
-        f"| {what} | {row['tokens_per_step']:,} | {who} | {row['tokens_per_second'] / 1e6:.3f} M "
-        f"| {row['first_step_s']:.1f} s | {row['peak_memory_gib']:.1f} GiB |"
-    )
-    if not learnt:
-        return line
-    share = "" if row.get("mfu") is None else f"{row['mfu']:.1%}"
-    noise = "" if row["noise"] is None else f" (noise {row['noise']:.4f})"
-    apart = "" if row["gap"] is None else f"{row['gap']:.4f}{noise}"
-    return f"{line} {share} | {apart}{' differs' if row['agrees'] is False else ''} |"
-
-
-def _curves_line(rows: Sequence[Row]) -> str:
-    """How far learning with the kernels is from learning with torch's ops, beside how far another seed is."""
-    found = {(row["preset"], row["impl"], row["seed"]): row["losses"] for row in rows}
-    steps, parts = len(rows[0]["losses"]) * rows[0]["every"], []
-    for name in dict.fromkeys(row["preset"] for row in rows):
-        torchs = found[name, "torch", 0]
-        ours, other = (_farthest(found[name, *who], torchs) for who in (("auto", 0), ("torch", 1)))
-        parts.append(
-            f"{ours:.4f} ({name}, which goes from {torchs[0]:.2f} to {torchs[-1]:.2f}; another seed {other:.4f})"
-        )
+    what = row["preset"] + ("" if row["precision"] == "bf16" else f", {row['precision']}")
+    found = f" {FOUND_MARK}" if row.get("found_compiled") else ""
+    share = "" if row["mfu"] is None else f"{row['mfu']:.1%}"
+    noise = "" if row["noise"] is None else f" (noise {_exact(row['noise'])})"
+    apart = "" if row["gap"] is None else f"{_exact(row['gap'])}{noise}"
     return (
-        f"Over the first {steps} steps on the built-in stories, the running mean of the loss is at most "
-        f"{' and '.join(parts)} from the one with torch's ops."
+        f"| {what} | {row['tokens_per_step']:,} | {who} | {row['tokens_per_second'] / 1e6:.3f} M "
+        f"| {row['first_step_s']:.1f} s{found} | {row['peak_memory_gib']:.1f} GiB | {share} "
+        f"| {apart}{' differs' if row['agrees'] is False else ''} |"
     )
 
 
-def _farthest(some: Sequence[float], others: Sequence[float]) -> float:
-    return max(abs(one - other) for one, other in zip(some, others, strict=True))
+def _steps(rows: Sequence[Row]) -> str:
+    """How many steps curves have: what most have, and those that have others."""
+    counts = {row["preset"]: row["steps"] for row in rows}
+    usual = statistics.mode(counts.values())
+    others = [f"of {preset} {count}" for preset, count in counts.items() if count != usual]
+    return ", ".join([f"{usual} steps", *others])
+
+
+def _exact(distance: float) -> str:
+    return f"{distance:.4f}" if distance >= 0.001 else f"{distance:.6f}"
+
+
+def _lead_lines(rows: Sequence[Row]) -> list[str]:
+    """How fast ours are beside a plain model, of presets that have one."""
+    speeds = {(row["preset"], row["learner"]): row["tokens_per_second"] for row in rows}
+    parts = []
+    for preset in (preset for preset, learner in speeds if learner == PLAIN):
+        ours = [
+            f"{speeds[preset, learner] / speeds[preset, PLAIN]:.2f} ({words})"
+            for learner, words in (("fused", "eager"), ("fused-graph", "CUDA graph"), ("fused-compile", "`--compile`"))
+            if (preset, learner) in speeds
+        ]
+        parts += [f"{preset} {', '.join(ours)}"] if ours else []
+    return [f"Tokens/s beside plain PyTorch under torch.compile: {'; '.join(parts)}.", ""] if parts else []
 
 
 def _deterministic_cost(rows: Sequence[Row]) -> str:
@@ -129,6 +128,6 @@ def _deterministic_cost(rows: Sequence[Row]) -> str:
     shares = [
         f"{100 * by[preset, learner] / by[preset, 'fused']:.0f} % ({preset})"
         for preset, learner in by
-        if learner == "fused-deterministic"
+        if learner == "fused-deterministic" and (preset, "fused") in by
     ]
     return " and ".join(shares)

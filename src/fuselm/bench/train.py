@@ -7,6 +7,7 @@ down as soon as it is there, and one alone can be measured anew.
     python -m fuselm.bench.train --part speed                         # also resume, runs; all without --part
     python -m fuselm.bench.train --part speed --only "gpt-124m fused" # these rows anew, the others stay
     python -m fuselm.bench.train --part speed --rest --seconds 420    # those not of these sources, as time allows
+    python -m fuselm.bench.train --part speed --only moe-60m --steps 200
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from typing import Any
 import fuselm
 from fuselm.bench import learning, machine
 from fuselm.bench.learners import EVERY, Row, Task, begun
-from fuselm.bench.learning import LearnerFailed, Plan
+from fuselm.bench.learning import FEWEST_STEPS, STEPS, LearnerFailed, Plan
 from fuselm.files import write_whole
 from fuselm.kernels import build
 
@@ -205,8 +206,6 @@ def _kept(out: Path) -> dict[str, Any]:
 def _keep(out: Path, part: str, found: Any) -> None:
     """Write a part, with the date on which each part was measured: the file's own is that of the last one."""
     kept = _kept(out)
-    if part == "speed":
-        kept.pop("curves", None)  # of records before 2026-11-18: rows have their own
     measured = {**kept.get("measured", {}), part: machine.today()}
     write_whole(
         out, json.dumps({**kept, **machine.describe("cuda"), "measured": measured, part: found}, indent=1) + "\n"
@@ -226,11 +225,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         default=math.inf,
         help="of speed, after which no row begins; one takes up to two minutes",
     )
+    parser.add_argument("--steps", type=int, default=STEPS, help="of speed, those of each row (%(default)s)")
     parser.add_argument("--weights-after", nargs=3, metavar=("TASK", "FOLDER", "STEPS"))
     given = parser.parse_args(arguments)
-    plan, ask = Plan(PRESETS), Ask(given.only, given.rest, given.seconds)
-    if given.part != "speed" and (given.rest or given.seconds < math.inf):
-        parser.error("--rest and --seconds are for --part speed alone; add it, or leave them out")
+    if given.steps < FEWEST_STEPS:
+        parser.error(f"--steps is {FEWEST_STEPS} or more; got {given.steps}")
+    plan, ask = Plan(PRESETS, steps=given.steps), Ask(given.only, given.rest, given.seconds)
+    if given.part != "speed" and (given.rest or given.seconds < math.inf or given.steps != STEPS):
+        parser.error("--rest, --seconds and --steps are for --part speed alone; add it, or leave them out")
     if given.only and (given.part != "speed" or not rows_with(given.only, plan)):
         names = ", ".join(" ".join(name) for name in rows_with("", plan))
         parser.error(
