@@ -243,12 +243,12 @@ def test_activation_bytes_are_close_for_presets(name: str, monkeypatch: pytest.M
 
 @pytest.mark.usefixtures("seen_inside")
 @pytest.mark.parametrize("kib", [37, 100, 290])  # 16, 5 and 2 blocks of the 600 KiB that all logits take
-def test_activation_bytes_hold_where_the_loss_works_in_blocks(kib: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(head_loss, "DEFAULT_MAX_BYTES", kib << 10)
-    monkeypatch.setattr(cost, "LOGITS_BYTES", kib << 10)
+def test_activation_bytes_hold_where_the_loss_works_in_blocks(kib: int) -> None:
     config = of_zoo("gpt")
-    truth = held(Transformer(config), batch=8, tokens=64)
-    assert truth <= cost.activation_bytes(config, 8, 64, dtype_bytes=4) <= 1.25 * truth
+    model = Transformer(config)
+    model.logits_bytes = kib << 10
+    truth = held(model, batch=8, tokens=64)
+    assert truth <= cost.activation_bytes(config, 8, 64, 4, logits_bytes=kib << 10) <= 1.25 * truth
 
 
 def test_the_blocks_of_the_loss_are_counted_as_it_makes_them() -> None:

@@ -20,6 +20,7 @@ from fuselm import ops
 from fuselm.kernels import torch_ops
 from fuselm.kernels.spec import op_names
 from fuselm.kernels.torch_ops import choose as choosing
+from fuselm.kernels.torch_ops.choose import GOES_WITH
 from tests.torchlm import oracle
 
 Arrays = dict[str, np.ndarray]
@@ -91,10 +92,17 @@ def test_auto_is_what_fuselm_ops_has_and_torch_is_the_plain_formula() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_putting_one_op_back_changes_that_op_alone(name: str) -> None:
+    """And what is the same of views."""
     auto, reference, mixed = ops.choose("auto"), ops.choose("torch"), ops.choose("auto", {name: "torch"})
     for other in NAMES:
-        assert getattr(mixed, other) is getattr(reference if other == name else auto, other)
-        assert mixed.impls[other] == (reference if other == name else auto).impls[other]
+        expected = reference if other == name or GOES_WITH.get(other) == name else auto
+        assert getattr(mixed, other) is getattr(expected, other)
+        assert mixed.impls[other] == expected.impls[other]
+
+
+def test_what_goes_with_an_op_can_be_told_apart_from_it() -> None:
+    mixed = ops.choose("torch", {"rope": "torch", "rope_qkv": "auto"})
+    assert (mixed.rope.__name__, mixed.rope_qkv.__name__) == ("rope_reference", "rope_qkv")
 
 
 def test_one_op_alone_can_have_its_kernel() -> None:

@@ -165,15 +165,18 @@ def latent_cache_bytes(config: ModelConfig, batch: int, context: int, dtype_byte
     return config.num_layers * batch * context * ((config.kv_latent or 0) + (config.rope_head_dim or 0)) * dtype_bytes
 
 
-def activation_bytes(config: ModelConfig, batch: int, context: int, dtype_bytes: int) -> int:
+def activation_bytes(
+    config: ModelConfig, batch: int, context: int, dtype_bytes: int, logits_bytes: int | None = None
+) -> int:
     """About what a training step on `batch` rows holds at its peak, on top of training_state_bytes.
 
     That is every tensor saved for the backward pass, with activations of `dtype_bytes` and the ops that the config
     chooses around torch's fused attention or the written-out one, plus what the most wasteful moment of the loss or of
-    the backward pass adds. It is for choosing a micro-batch: not too little, and at most a quarter too much (more only
-    for one or two layers with hardly a vocabulary). Not in it: fragments of the allocator, the CUDA context, matmul
-    workspaces, and what a CPU, which has no kernels, needs in their place (up to four blocks of fp32 logits). Where
-    torch has no fused attention for a model (on a CPU: dropout, latent attention), count attention_path="written".
+    the backward pass adds; `logits_bytes` is what a fused loss may hold of logits, None its own bound. It is for
+    choosing a micro-batch: not too little, and at most a quarter too much (more only for one or two layers with hardly
+    a vocabulary). Not in it: fragments of the allocator, the CUDA context, matmul workspaces, and what a CPU, which has
+    no kernels, needs in their place (up to four blocks of fp32 logits). Where torch has no fused attention for a model
+    (on a CPU: dropout, latent attention), count attention_path="written".
     """
     size, tokens, count = dtype_bytes, batch * context, parameters(config)
     dropped = config.width * size if config.dropout else 0  # a mask, at the start and after each half of a block
@@ -184,7 +187,8 @@ def activation_bytes(config: ModelConfig, batch: int, context: int, dtype_bytes:
         head = 0 if _fused(config, "linear_cross_entropy") else config.vocab_size * config.width
         saved += size * (count.attention + count.feed_forward + head)
     # Of few tokens little is left beside the last thing of all: two gradients of a tied embedding, and their sum.
-    held = max(saved + _passing_bytes(config, tokens, context, size), 12 * count.embedding * config.tied)
+    passing = _passing_bytes(config, tokens, context, size, LOGITS_BYTES if logits_bytes is None else logits_bytes)
+    held = max(saved + passing, 12 * count.embedding * config.tied)
     return held + held // 32  # the small tensors that are not listed
 
 
@@ -199,7 +203,8 @@ def _saved_by_attention(config: ModelConfig, context: int, size: int) -> int:
         normed = heads * (width + turned) * size if config.qk_norm else 0  # the queries before their norm
     else:
         projected = (heads + 2 * keys) * width
-        changed = (heads + keys) * width if config.positions == "rope" or config.qk_norm else 0
+        over = config.positions == "rope" and not config.qk_norm and _fused(config, "rope")  # turned where they lie
+        changed = (heads + keys) * width if (config.positions == "rope" or config.qk_norm) and not over else 0
         if config.qk_norm and config.positions == "rope" and not _fused(config, "rope"):  # fp32: copies of 16 bits
             normed = (heads + keys) * width * 4 * (2 if size < 4 else 1)
     if config.attention_path == "sdpa":
@@ -251,18 +256,18 @@ def _saved_by_loss(config: ModelConfig, size: int) -> int:
     return _saved_by_norm(config, size) + config.width * size + logits
 
 
-def _logits_held(config: ModelConfig, tokens: int, size: int) -> int:
+def _logits_held(config: ModelConfig, tokens: int, size: int, most: int) -> int:
     """Bytes of the logits that a fused loss holds: one block of those of all rows, which are about equal."""
     row = config.vocab_size * size
-    blocks = -(-tokens * row // LOGITS_BYTES)
-    return max(row, min(LOGITS_BYTES, tokens * row // blocks + (LOGITS_TILE * row if blocks > 1 else 0)))
+    blocks = -(-tokens * row // most)
+    return max(row, min(most, tokens * row // blocks + (LOGITS_TILE * row if blocks > 1 else 0)))
 
 
-def _passing_bytes(config: ModelConfig, tokens: int, context: int, size: int) -> int:
+def _passing_bytes(config: ModelConfig, tokens: int, context: int, size: int, logits_bytes: int) -> int:
     """What comes and goes while nearly all that is saved is still there, at the worst of four moments."""
     width, heads, of_weight = config.width, config.num_heads, 4 + (size if size < 4 else 0)
     if _fused(config, "linear_cross_entropy"):
-        loss = _logits_held(config, tokens, size) + 8 * tokens  # and two statistics of each row
+        loss = _logits_held(config, tokens, size, logits_bytes) + 8 * tokens  # and two statistics of each row
         head = loss + config.vocab_size * width * of_weight  # its gradient and its copy are there at the same time
     else:
         loss = tokens * 8 * config.vocab_size  # two fp32 gradients of the logits

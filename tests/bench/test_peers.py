@@ -155,6 +155,7 @@ def test_a_case_with_options_or_other_tensors_is_the_references() -> None:
 X, Y = torch.randn(4, 16, generator=torch.Generator().manual_seed(0)), torch.linspace(-2, 2, 64).view(4, 16)
 IDS, TABLE = torch.tensor([[3, 0, 3], [1, 1, 4]]), torch.linspace(-1, 1, 40).view(5, 8)
 HEADS = {"q": torch.randn(2, 3, 4, 8), "k": torch.randn(2, 3, 2, 8), "cos": torch.randn(7, 4), "sin": torch.randn(7, 4)}
+PACKED = {"qkv": torch.randn(2, 3, 6, 8), "cos": HEADS["cos"], "sin": HEADS["sin"]}
 PLACES = torch.tensor([[6, 0, 2], [1, 1, 5]])
 NORMS = {"q_weight": torch.linspace(0.5, 2, 8), "k_weight": torch.linspace(2, 0.5, 8)}
 
@@ -176,6 +177,8 @@ PLAIN_CALLS = [
     ("rope", {**HEADS, "positions": PLACES}, {}),
     ("rope", {**HEADS, "positions": PLACES[0], **NORMS}, {"interleaved": True, "eps": 0.1}),
     ("rope", {**HEADS, **NORMS}, {}),
+    ("rope_qkv", PACKED, {}),
+    ("rope_qkv", {**PACKED, "positions": PLACES}, {"kv_heads": 1, "interleaved": True}),
 ]
 
 

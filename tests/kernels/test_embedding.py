@@ -137,6 +137,44 @@ def test_an_id_without_a_row_is_refused_on_the_cpu(kind: torch.dtype, value: int
         ops.embedding(IDS, weight, position_weight=weight, positions=ids)
 
 
+# Rows of less than a warp's vectors, of one block's and of several, and no whole vectors; few tokens, and many: of 2113
+# and more each has a block no longer, and a lane has four of them, or not quite.
+@pytest.mark.gpu
+@in_each_dtype
+@pytest.mark.parametrize("width", [8, 64, 136, 264, 1000, 1032, 77])
+@pytest.mark.parametrize("tokens", [1, 7, 264, 265, 2112, 2113, 6001])
+@pytest.mark.parametrize("kind", [torch.int32, torch.int64], ids=str)
+def test_on_cuda_few_and_many_rows_are_the_tables_own_and_strays_nan(
+    cuda: str, dtype: torch.dtype, width: int, tokens: int, kind: torch.dtype
+) -> None:
+    weight, ids = table(50, width, cuda, dtype), torch.from_numpy(drawn("strays", tokens, 50)).to(cuda)
+    if tokens > 1:
+        ids[0], ids[tokens // 2] = -1, 50
+    known = (ids >= 0) & (ids < 50)
+    expected = weight[ids.clamp(0, 49)].masked_fill(~known[:, None], torch.nan)
+    apart = torch.zeros(tokens, 3, dtype=kind, device=cuda)[:, 1].copy_(ids)  # three apart
+    for given in (ids.to(kind), apart, ids.to(kind)[:1].expand(tokens)):
+        right = expected if given.stride(0) else expected[:1].expand(tokens, width)
+        torch.testing.assert_close(ops.embedding(given, weight), right, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("width", [8, 264, 77])
+@pytest.mark.parametrize("batch", [1, 3, 4, 5, 9])
+def test_on_cuda_positions_for_a_batch_are_those_of_each_sequence(cuda: str, width: int, batch: int) -> None:
+    """From four sequences on a row of positions is read once for four of them."""
+    ids = torch.from_numpy(drawn("strays", batch * 13, 50)).to(cuda).view(batch, 13)
+    for dtype, wanted in ((torch.bfloat16, None), (torch.float32, torch.float16), (torch.float32, None)):
+        weight, places = table(50, width, cuda, dtype), table(13, width, cuda, dtype, seed=1)
+        found = ops.embedding(ids, weight, position_weight=places, dtype=wanted)
+        each = [ops.embedding(one, weight, position_weight=places, dtype=wanted) for one in ids]
+        torch.testing.assert_close(found, torch.stack(each), rtol=0, atol=0, equal_nan=True)
+        known = (ids >= 0) & (ids < 50)
+        right = (weight.float()[ids.clamp(0, 49)] + places.float()).to(found.dtype)
+        assert torch.equal(found[known], right[known])
+        assert found[~known].isnan().all()
+
+
 @pytest.mark.gpu
 @in_each_dtype
 @pytest.mark.parametrize("width", [16, 77])
@@ -269,16 +307,17 @@ def table_gradient(ids: np.ndarray, dout: np.ndarray, rows: int) -> np.ndarray:
 
 
 class Plan:
-    """embedding_backward.cu's sort: blocks have ranges of rows and read all ids, warps a slice of them each."""
+    """embedding_backward.cu's sort: blocks have every so many-th row and read all ids, warps a slice of them each."""
 
     def __init__(self, ids: np.ndarray, rows: int, block_rows: int, warps: int = 4) -> None:
         slices = math.ceil(len(ids) / warps / 32) * 32
         self.places: dict[int, tuple[int, int, bool, bool]] = {}  # token, row, long, begins a piece
         self.heads: dict[int, tuple[int, int, int]] = {}  # of long rows: row, first place, tokens
         self.valid = 0
-        for low in range(0, rows, block_rows):
-            own = range(low, min(low + block_rows, rows))
-            start = int(((ids >= 0) & (ids < low)).sum())
+        blocks = math.ceil(rows / block_rows)
+        for block in range(blocks):
+            own = range(block, rows, blocks)
+            start = int(((ids >= 0) & (ids < rows) & (ids % blocks < block)).sum())
             parts = [ids[w * slices : (w + 1) * slices] for w in range(warps)]
             counts = np.array([[(part == row).sum() for row in own] for part in parts])
             totals, before = counts.sum(0), counts.cumsum(0) - counts
@@ -286,7 +325,7 @@ class Plan:
             for w, part in enumerate(parts):
                 for k, index in enumerate(part):
                     if index in own:
-                        n = int(index) - low
+                        n = int(index) // blocks
                         self._put(w * slices + k, int(index), start + starts[n], int(before[w, n]), int(totals[n]))
                         before[w, n] += 1
             self.valid = start + int(totals.sum())
@@ -336,7 +375,8 @@ def test_the_plan_sorts_tokens_and_keeps_their_order(kind: str, tokens: int, row
     plan = Plan(ids, rows, block_rows)
     known = np.flatnonzero((ids >= 0) & (ids < rows))
     assert plan.valid == len(known)
-    right = known[np.argsort(ids[known], kind="stable")]
+    blocks = math.ceil(rows / block_rows)
+    right = known[np.lexsort((ids[known] // blocks, ids[known] % blocks))]  # stable
     assert [plan.places[at][0] for at in range(plan.valid)] == right.tolist()
     expected = table_gradient(ids, dout, rows)
     for chunk in (8, 32):

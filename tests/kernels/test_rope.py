@@ -615,6 +615,107 @@ def test_few_and_many_and_element_by_element_are_the_same_bits(
             assert torch.equal(few[name], right[:, :9]), (width, name)
 
 
+# Tokens on both sides of where kernels change hands on a card of 132 multiprocessors, four rows of a batch; halves that
+# are whole vectors, one and a half, and less.
+@pytest.mark.gpu
+@in_each_dtype
+@both_ways
+@pytest.mark.parametrize(
+    ("heads", "width", "tokens"),
+    [
+        ((12, 12), 64, (1, 64, 1024, 1500)),
+        ((25, 5), 40, (1, 64, 3000)),
+        ((3, 0), 24, (2, 40_000)),
+        ((0, 7), 100, (1, 3000)),
+    ],
+    ids=str,
+)
+def test_the_kernel_for_the_usual_few_has_the_bits_of_the_others(
+    cuda: str, dtype: torch.dtype, interleaved: bool, heads: tuple[int, int], width: int, tokens: tuple[int, ...]
+) -> None:
+    """Without positions, with them, element by element; packed, and in place."""
+    for count in tokens:
+        packed = drawn(4, count, sum(heads) + 2, width, dtype=dtype, device=cuda)
+        x = packed.split((*heads, 2), dim=2)[:2]
+        cos, sin = tables(count, width, cuda)
+        given: dict[str, Any] = {"cos": cos, "sin": sin, "interleaved": interleaved}
+        found = ops.rope(*x, **given)
+        positions = torch.arange(count, device=cuda)
+        for one_by_one in (
+            ops.rope(*x, positions=positions, **given),
+            ops.rope(*(lay_out(y, "columns") for y in x), **given),
+        ):
+            assert all(map(torch.equal, found, one_by_one)), count
+        whole = [y.contiguous() for y in x]
+        assert all(map(torch.equal, found, ops.rope(*whole, **given))), count
+        back = [
+            torch.ops.fuselm.rope_forward(*given_back, cos, sin, None, None, None, 1e-6, interleaved, True)[:2]
+            for given_back in (whole, x, [lay_out(y, "columns") for y in x])
+        ]
+        assert all(torch.equal(one, other) for turned in back[:2] for one, other in zip(turned, back[2], strict=True))
+        transposed = (y.transpose(0, 1).contiguous().transpose(0, 1) for y in x)
+        assert all(map(torch.equal, found, ops.rope(*transposed, **given))), count
+        wide = [
+            torch.cat((table, table), dim=-1)[:, : width // 2] for table in (cos, sin)
+        ]  # rows with gaps between them
+        assert all(map(torch.equal, found, ops.rope(*x, *wide, interleaved=interleaved))), count
+        rest = packed[:, :, sum(heads) :].clone()
+        ops.rope(*x, inplace=True, **given)
+        assert all(map(torch.equal, found, x)), count
+        assert torch.equal(packed[:, :, sum(heads) :], rest)
+
+
+@pytest.mark.gpu
+@in_each_dtype
+@both_ways
+@pytest.mark.parametrize("width", [8, 24, 40, 56, 72, 104, 120, 184, 216, 248])
+def test_halves_that_end_within_a_vector_have_the_bits_of_any_layout(
+    cuda: str, dtype: torch.dtype, interleaved: bool, width: int
+) -> None:
+    tokens = 200_000 // width
+    q, k = (drawn(5, tokens, count, width, dtype=dtype, device=cuda, seed=count) for count in (11, 3))
+    positions = torch.arange(tokens, device=cuda).flip(0).expand(5, tokens)
+    cos, sin = tables(tokens, width, cuda)
+    for more in ({}, {"positions": positions}):
+        given: dict[str, Any] = {"cos": cos, "sin": sin, "interleaved": interleaved, **more}
+        found = ops.rope(q, k, **given)
+        for layout in ("offset", "columns"):
+            assert all(map(torch.equal, found, ops.rope(lay_out(q, layout), lay_out(k, layout), **given))), layout
+        back = torch.ops.fuselm.rope_forward(
+            *found, cos, sin, more.get("positions"), None, None, 1e-6, interleaved, True
+        )
+        torch.testing.assert_close(back[:2], (q, k), rtol=0, atol=4e-6 if dtype == torch.float32 else 0.07)
+        mine = q.clone(), k.clone()
+        ops.rope(*mine, inplace=True, **given)
+        assert all(map(torch.equal, found, mine))
+
+
+@pytest.mark.gpu
+@in_each_dtype
+@pytest.mark.parametrize("heads", [(32, 8), (33, 1), (1, 40), (4, 0)], ids=str)
+def test_gradients_with_weights_are_those_of_more_tokens(cuda: str, dtype: torch.dtype, heads: tuple[int, int]) -> None:
+    """A block or several for a side, and kernels for many: dq and dk to the bit, the weights' beside the oracle."""
+    for width in (40, 128, 512):
+        q, k, dq, dk = (drawn(1, 3000, heads[i % 2], width, dtype=dtype, device=cuda, seed=i) for i in range(4))
+        given = dict(zip(("cos", "sin"), tables(3000, width, cuda), strict=True))
+        norms = weights(width, True, torch.float32, cuda)
+        many = with_gradients({"q": q, "k": k}, {"q": dq, "k": dk}, **given, **norms)
+        for count in (1, 2, 60, 200):
+            x, sent = {"q": q[:, :count], "k": k[:, :count]}, {"q": dq[:, :count], "k": dk[:, :count]}
+            few = with_gradients(x, sent, **given, **norms)
+            for name, right in many.items():
+                assert torch.equal(few[name], right[:, :count]), (width, count, name)
+            leaves = [weight.clone().requires_grad_() for weight in norms.values()]
+            turned = ops.rope(**x, **given, q_weight=leaves[0], k_weight=leaves[1])
+            found = torch.autograd.grad(turned, leaves, list(sent.values()))
+            exact = {name: y.double() for name, y in (x | given | norms).items()}
+            exact |= {name: table[:count] for name, table in exact.items() if name in ("cos", "sin")}
+            arrived = {f"{name}_out": y.double() for name, y in sent.items()}
+            truth = contract.oracle_backward(torch, exact, arrived, {"eps": 2.0**-23})
+            for name, gradient in zip(norms, found, strict=True):
+                assert (gradient.double() - truth[name]).abs().max() <= 2**-20 * (count * max(heads)) ** 0.5 * 4
+
+
 @pytest.mark.gpu
 @both_ways
 @normed_or_not

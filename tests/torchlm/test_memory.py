@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from fuselm import cost
 from fuselm.config import ModelConfig
 from fuselm.torchlm import memory
-from fuselm.torchlm.memory import free_bytes, pick_micro_batch
+from fuselm.torchlm.memory import free_bytes, logits_bytes, pick_micro_batch
 from tests.torchlm.runs import LATENT, MODEL
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -33,6 +34,12 @@ def room_for(rows: int, precision: str = "fp32", **changes: Any) -> int:
 
 def with_free(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
     monkeypatch.setattr(memory, "free_bytes", lambda device: size)
+    with_memory(monkeypatch, 8)
+
+
+def with_memory(monkeypatch: pytest.MonkeyPatch, gib: int) -> None:
+    properties = SimpleNamespace(total_memory=gib << 30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -62,6 +69,23 @@ def test_on_a_cpu_attention_that_makes_matrices_is_counted_so(
     assert pick_micro_batch(config(**changes), 8, CPU, "fp32") < 8
     with_free(monkeypatch, room_for(8, attention_path="written", **changes))
     assert pick_micro_batch(config(**changes), 8, CPU, "fp32") == 8
+
+
+@pytest.mark.parametrize(("gib", "mib"), [(8, 256), (32, 256), (80, 640), (140, 1120)])
+def test_a_loss_may_hold_more_logits_on_a_gpu_of_much_memory(
+    gib: int, mib: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_memory(monkeypatch, gib)
+    assert logits_bytes(GPU) == mib << 20
+    assert logits_bytes(CPU) == cost.LOGITS_BYTES
+
+
+def test_more_logits_are_counted_where_a_micro_batch_is_picked(monkeypatch: pytest.MonkeyPatch) -> None:
+    large = config(vocab_size=500_000)
+    with_free(monkeypatch, room_for(4, vocab_size=500_000))
+    assert pick_micro_batch(large, 4, GPU, "fp32") == 4
+    with_memory(monkeypatch, 140)
+    assert pick_micro_batch(large, 4, GPU, "fp32") < 4
 
 
 def test_where_not_even_a_row_fits_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

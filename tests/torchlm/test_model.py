@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fuselm.config import PRESETS, ModelConfig, TrainConfig, ops_used, preset
+from fuselm.kernels.torch_ops.choose import GOES_WITH
 from fuselm.kernels.torch_ops.rms_norm import rms_norm, rms_norm_reference
 from fuselm.optim import AdamW, decay_groups
 from fuselm.torchlm.model import Transformer
@@ -113,6 +114,23 @@ def test_the_loss_of_each_place_is_that_of_its_logits() -> None:
     np.testing.assert_allclose(losses.detach().numpy(), expected, rtol=0, atol=2e-6)
 
 
+def test_the_bound_on_logits_is_one_of_training() -> None:
+    model, batch, bounds = Transformer(config_of("mha")), ids_and_targets(), []
+    whole = model.ops.linear_cross_entropy
+
+    def watched(*args: Any, **options: Any) -> Tensor:
+        bounds.append(options["max_bytes"])
+        found: Tensor = whole(*args, **options)
+        return found
+
+    model.ops.__dict__["linear_cross_entropy"] = watched
+    expected, _ = model.loss(*batch)
+    model.logits_bytes = 4 * VOCAB  # a row a block
+    torch.testing.assert_close(model.loss(*batch)[0], expected)
+    model.eval().loss(*batch)
+    assert bounds == [None, 4 * VOCAB, None]
+
+
 @pytest.mark.parametrize("name", ["mha", "mla", "gpt2", "moe"])
 def test_plain_torch_and_auto_agree(name: str) -> None:
     (ids, targets), found = ids_and_targets(), []
@@ -134,7 +152,7 @@ def test_a_model_takes_every_op_from_what_its_config_chooses(name: str, path: st
 
     def noting(op: str, function: Any) -> Any:
         def call(*arguments: Any, **options: Any) -> Any:
-            used.add(op)
+            used.add(GOES_WITH.get(op, op))
             return function(*arguments, **options)
 
         return call

@@ -12,7 +12,7 @@ with others is none of these.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -36,7 +36,7 @@ def takes(op: str, names: Iterable[str]) -> bool:
 
 def ready(op: str, written: Op) -> Op:
     """What is written for an op, or that compiled, with the op's own arguments."""
-    return with_tables(written) if op == "rope" else written
+    return _READY[op](written) if op in _READY else written
 
 
 # ---- norms, softmax, losses ----------------------------------------------------------------------------------------
@@ -146,6 +146,15 @@ def rope(
     return q * cos + quarter(q) * sin, k * cos + quarter(k) * sin
 
 
+def rope_qkv(
+    qkv: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, kv_heads: int | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Three views, two of them turned; cos and sin are with_packed_tables's."""
+    kv_heads = qkv.shape[2] // 3 if kv_heads is None else kv_heads
+    q, k, v = qkv.split((qkv.shape[2] - 2 * kv_heads, kv_heads, kv_heads), dim=2)
+    return *rope(q, k, cos, sin, interleaved, None, None, None), v
+
+
 def _quarter_turn_of_halves(x: Tensor) -> Tensor:
     first, second = x.chunk(2, dim=-1)
     return torch.cat((-second, first), dim=-1)
@@ -161,7 +170,7 @@ def with_tables(turn: Op) -> Op:
     A model makes those tables once and has them ready, in the dtype of its heads, in every layer. So here: they are
     made when cos, sin and positions are seen for the first time, which is never in a call that is timed.
     """
-    made: dict[tuple[int, ...], tuple[Any, ...]] = {}
+    tables = _Tables()
 
     def call(
         q: Tensor,
@@ -174,14 +183,43 @@ def with_tables(turn: Op) -> Op:
         k_weight: Tensor | None = None,
         eps: float | None = None,
     ) -> Any:
-        key = (id(cos), id(sin), id(positions))
-        if key not in made:
-            with torch.no_grad():
-                tables = tuple(_table(table, q, positions, interleaved) for table in (cos, sin))
-            made[key] = (*tables, cos, sin, positions)  # which live as long as this: their ids are no one else's
-        return turn(q, k, *made[key][:2], interleaved, q_weight, k_weight, eps)
+        return turn(q, k, *tables.of(q, cos, sin, positions, interleaved), interleaved, q_weight, k_weight, eps)
 
     return call
+
+
+def with_packed_tables(turn: Op) -> Op:
+    """The same for q, k and v in one tensor."""
+    tables = _Tables()
+
+    def call(
+        qkv: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        positions: Tensor | None = None,
+        interleaved: bool = False,
+        kv_heads: int | None = None,
+    ) -> Any:
+        return turn(qkv, *tables.of(qkv, cos, sin, positions, interleaved), interleaved, kv_heads)
+
+    return call
+
+
+class _Tables:
+    """Those made so far, by what they were made of."""
+
+    def __init__(self) -> None:
+        self.made: dict[tuple[int, ...], tuple[Any, ...]] = {}
+
+    def of(
+        self, x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, interleaved: bool
+    ) -> tuple[Tensor, Tensor]:
+        key = (id(cos), id(sin), id(positions))
+        if key not in self.made:
+            with torch.no_grad():
+                tables = tuple(_table(table, x, positions, interleaved) for table in (cos, sin))
+            self.made[key] = (*tables, cos, sin, positions)  # which live as long as this: their ids are no one else's
+        return self.made[key][0], self.made[key][1]
 
 
 def _table(table: Tensor, q: Tensor, positions: Tensor | None, interleaved: bool) -> Tensor:
@@ -204,4 +242,7 @@ WRITTEN: dict[str, Op] = {
     "mul": mul,
     "embedding": embedding,
     "rope": rope,
+    "rope_qkv": rope_qkv,
 }
+
+_READY: dict[str, Callable[[Op], Op]] = {"rope": with_tables, "rope_qkv": with_packed_tables}

@@ -26,8 +26,7 @@ from fuselm.bench.report import LARGE_BYTES, Row, is_arithmetic, shape_text
 ELEMENTWISE = ("gelu", "silu", "relu2", "swiglu", "geglu", "add", "mul")
 SHARES = {
     **{(op, which): 0.95 for op in ELEMENTWISE for which in ("forward", "backward")},
-    ("rope", "forward"): 0.93,
-    ("rope", "backward"): 0.93,
+    **{(op, which): 0.93 for op in ("rope", "rope_qkv") for which in ("forward", "backward")},
     ("embedding", "backward"): 0.50,
     ("layer_norm", "forward"): 0.95,
     ("layer_norm", "backward"): 0.88,

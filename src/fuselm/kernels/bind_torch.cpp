@@ -216,6 +216,17 @@ class Call {
     return allocate(view, fit, indices.rank + 1, sizes, dtype);
   }
 
+  template <int kFirst, int kSecond, int kThird>
+  fuselm::Joined<kFirst, kSecond, kThird> output(fuselm::Joined<kFirst, kSecond, kThird> view) {
+    TensorView joined = views_[kFirst];
+    bool fit = joined.rank > 1 && joined.rank <= fuselm::kMaxRank;
+    for (int i : {kSecond, kThird}) {
+      fit = fit && views_[i].rank == joined.rank;
+      if (fit) joined.sizes[joined.rank - 2] += views_[i].sizes[joined.rank - 2];
+    }
+    return allocate(view, joined.present() && fit, joined.rank, joined.sizes, joined.dtype);
+  }
+
   fuselm::Scalar output(fuselm::Scalar view) { return allocate(view, true, 0, nullptr, DType::kFloat32); }
 
   template <typename Parameter>
@@ -336,6 +347,7 @@ STABLE_TORCH_LIBRARY_IMPL(fuselm, CUDA, m) {
   FUSELM_OP(rope_forward, nullptr);
   FUSELM_OP(rope_inplace, nullptr);
   FUSELM_OP(rope_backward, fuselm::rope_backward_workspace);
+  FUSELM_OP(rope_qkv_backward, nullptr);
   FUSELM_OP(embedding_forward, nullptr);
   FUSELM_OP(embedding_backward, fuselm::embedding_backward_workspace);
   FUSELM_OP(adamw_step, nullptr);

@@ -11,6 +11,8 @@
 //
 // Traffic. Every tensor once, in vectors of 16 bytes, several of a thread under way together: nothing is reused, so
 // bandwidth is all there is. Which kernel runs depends on how the tensors lie, all of them taken together:
+//   small      flat or pitched, and so few that the device has a thread for each vector: 8 bytes a thread, in whole
+//              blocks, so that there is nothing to ask before they are read; where no block size fits, the next two
 //   flat       no gaps anywhere: one long run of vectors; a last vector that is not whole goes element by element
 //   pitched    rows of whole vectors, one stride from row to row in each tensor, as halves of packed rows have, or 0
 //   strided    rows of whole vectors in up to kMaxFolded dimensions, as heads that were transposed; one number for a
@@ -21,6 +23,26 @@
 #include "rows.cuh"
 
 namespace fuselm {
+
+// As for vectors of 16 bytes: pieces of 8.
+template <typename T>
+__device__ inline void unpack(const uint2& raw, float (&out)[kVec<T> / 2]) {
+  if constexpr (sizeof(T) == 4) {
+    out[0] = __uint_as_float(raw.x), out[1] = __uint_as_float(raw.y);
+  } else {
+    unpack_pair(raw.x, out[0], out[1], T{}), unpack_pair(raw.y, out[2], out[3], T{});
+  }
+}
+
+template <typename T>
+__device__ inline uint2 packed(const float (&in)[kVec<T> / 2]) {
+  if constexpr (sizeof(T) == 4) {
+    return make_uint2(__float_as_uint(in[0]), __float_as_uint(in[1]));
+  } else {
+    return make_uint2(packed_pair(in[0], in[1], T{}), packed_pair(in[2], in[3], T{}));
+  }
+}
+
 namespace pointwise {
 
 // Up to one vector for each thread the device holds, a thread has one; beyond that two, and reads by the policy for
@@ -29,6 +51,10 @@ namespace pointwise {
 constexpr int kThreads = 128, kManyVecs = 2;
 constexpr int kMaxFolded = 4;
 constexpr int kAnyRows = 8;  // rows of a block of the any kernel, a warp each
+// Blocks of the small kernel. It runs up to one vector for each thread the device holds, as far as it was found to be
+// faster than a vector a thread: by 0.06 to 0.32 us from 768 elements on, and still 7.42 beside 7.55 at 917504, 0.42 of
+// that limit on an H200. Beyond it there are two vectors a thread, and bandwidth counts.
+constexpr int kSmallThreads = 256, kLeastSmallThreads = 64;
 
 // Dimensions that all tensors can fold into their neighbour are one; strides are in elements.
 template <int kTensors>
@@ -62,20 +88,12 @@ struct Folded {
   }
 };
 
-// ---- flat ----
+// ---- what all kernels do ----
 
-template <typename F>
-struct FlatArgs {
-  const char* in[F::kIn];
-  char* out[F::kOut];  // null where it is not wanted
-  int64_t count;       // elements
-  bool large;          // all tensors together are larger than L2
-};
-
-// The function over vector number `at` of each tensor, whose bytes have been asked for already.
-template <typename T, typename F>
-__device__ inline void apply(const F& f, const uint4 (&raw)[F::kIn], uint4 (&made)[F::kOut]) {
-  constexpr int N = kVec<T>;
+// The function over one vector of each tensor, whose bytes have been asked for already.
+template <typename T, typename Vector, typename F>
+__device__ inline void apply(const F& f, const Vector (&raw)[F::kIn], Vector (&made)[F::kOut]) {
+  constexpr int N = sizeof(Vector) / sizeof(T);
   float in[F::kIn][N], out[F::kOut][N];
 #pragma unroll
   for (int t = 0; t < F::kIn; ++t) unpack<T>(raw[t], in[t]);
@@ -91,6 +109,58 @@ __device__ inline void apply(const F& f, const uint4 (&raw)[F::kIn], uint4 (&mad
 #pragma unroll
   for (int t = 0; t < F::kOut; ++t) made[t] = packed<T>(out[t]);
 }
+
+// ---- small: flat or pitched ----
+
+// What is needed before a load comes first, in one line of the constant cache, which is cold when a kernel starts.
+template <typename F, bool kPitched>
+struct SmallArgs {
+  const char* in[F::kIn];
+  uint32_t in_pitch[kPitched ? F::kIn : 1];  // bytes from row to row
+  char* out[F::kOut];                        // null where it is not wanted
+  uint32_t out_pitch[kPitched ? F::kOut : 1];
+};
+
+// Every thread has a piece; blockIdx.y is its row where there are pitches. So there is nothing before the first load
+// but its address: it is the 9th instruction, and the 23rd where a count is read, divided and compared first (SiLU in
+// bf16). With half a vector a thread there is less code to be fetched, too: 40 instructions, not 112.
+template <typename T, typename Piece, typename F, bool kPitched, bool kChained>
+__global__ void __launch_bounds__(kSmallThreads)
+    small_kernel(const __grid_constant__ SmallArgs<F, kPitched> a, const F f) {
+  const uint32_t piece = blockIdx.x * blockDim.x + threadIdx.x;
+  const Piece* from[F::kIn];
+#pragma unroll
+  for (int t = 0; t < F::kIn; ++t) {
+    const uint64_t row = kPitched ? blockIdx.y * static_cast<uint64_t>(a.in_pitch[t]) : 0;
+    from[t] = reinterpret_cast<const Piece*>(a.in[t] + row) + piece;
+  }
+  if (kChained) {
+#pragma unroll
+    for (const Piece* one : from) warm(one);
+    allow_next_kernel();
+    wait_for_previous_kernel();
+  }
+  Piece raw[F::kIn], made[F::kOut];
+#pragma unroll
+  for (int t = 0; t < F::kIn; ++t) raw[t] = *from[t];
+  apply<T>(f, raw, made);
+#pragma unroll
+  for (int t = 0; t < F::kOut; ++t) {
+    const uint64_t row = kPitched ? blockIdx.y * static_cast<uint64_t>(a.out_pitch[t]) : 0;
+    // Of one output it is known that it is wanted.
+    if (F::kOut == 1 || a.out[t] != nullptr) reinterpret_cast<Piece*>(a.out[t] + row)[piece] = made[t];
+  }
+}
+
+// ---- flat ----
+
+template <typename F>
+struct FlatArgs {
+  const char* in[F::kIn];
+  char* out[F::kOut];  // null where it is not wanted
+  int64_t count;       // elements
+  bool large;          // all tensors together are larger than L2
+};
 
 template <typename T, typename F, int kVecs, bool kChained>
 __global__ void __launch_bounds__(kThreads) flat_kernel(const __grid_constant__ FlatArgs<F> a, const F f) {
@@ -274,6 +344,52 @@ struct Place {
   bool few(int64_t vectors) const { return vectors <= int64_t{2048} * facts.multiprocessors; }
 };
 
+// The threads of a block such that whole blocks have so many pieces; whole warps where that can be. 0: there are none, or
+// they were not looked for: every number of threads would be 0.4 us of the host's where none fits.
+inline int whole_block(int64_t pieces) {
+  if (pieces <= kSmallThreads) return static_cast<int>(pieces);
+  for (int step : {kWarp, 8}) {
+    for (int threads = kSmallThreads; threads >= kLeastSmallThreads; threads -= step) {
+      if (static_cast<uint32_t>(pieces) % static_cast<uint32_t>(threads) == 0) return threads;
+    }
+  }
+  return 0;
+}
+
+// The threads of a block of the small kernel, 0 where another one must run. Rows of fewer pieces than are worth a block
+// of their own are for the pitched kernel.
+template <typename T, bool kPitched, int kTensors>
+int small_block(const Folded<kTensors>& folded, const TensorView* const (&views)[kTensors], const Place& place) {
+  constexpr int N = kVec<T> / 2;
+  if (!place.few(folded.count() / kVec<T>) || folded.width() % N != 0) return 0;
+  const int64_t pieces = folded.width() / N;
+  if constexpr (kPitched) {
+    constexpr int64_t kMaxGridY = 65535, kMaxPitch = INT64_C(0xffffffff) / static_cast<int64_t>(sizeof(T));
+    if (folded.sizes[0] > kMaxGridY || pieces < kLeastSmallThreads) return 0;
+    for (int t = 0; t < kTensors; ++t) {
+      if (views[t]->present() && (folded.strides[t][0] < 0 || folded.strides[t][0] > kMaxPitch)) return 0;
+    }
+  }
+  return whole_block(pieces);
+}
+
+template <typename T, bool kPitched, bool kChained, typename F, int kTensors>
+Status launch_small(const F& f, const Folded<kTensors>& folded, const TensorView* const (&views)[kTensors], int threads,
+                    const Place& place) {
+  SmallArgs<F, kPitched> a = {};
+  for (int t = 0; t < F::kIn; ++t) a.in[t] = static_cast<const char*>(views[t]->data);
+  for (int t = 0; t < F::kOut; ++t) a.out[t] = static_cast<char*>(views[F::kIn + t]->data);
+  if constexpr (kPitched) {
+    auto pitch = [&](int t) { return static_cast<uint32_t>(folded.strides[t][0] * static_cast<int64_t>(sizeof(T))); };
+    for (int t = 0; t < F::kIn; ++t) a.in_pitch[t] = pitch(t);
+    for (int t = 0; t < F::kOut; ++t) a.out_pitch[t] = pitch(F::kIn + t);
+  }
+  const auto across = static_cast<unsigned>(folded.width() / (kVec<T> / 2) / threads);
+  const dim3 grid(across, kPitched ? static_cast<unsigned>(folded.sizes[0]) : 1);
+  return launch(small_kernel<T, uint2, F, kPitched, kChained>, grid, threads, 0,
+                kChained && place.facts.capability >= 90, place.stream, a, f);
+}
+
 template <typename T, bool kChained, typename F>
 Status launch_flat(const F& f, const FlatArgs<F>& a, const Place& place) {
   const int64_t vectors = a.count / kVec<T>;
@@ -364,6 +480,8 @@ Status launch_as_they_lie(const F& f, const TensorView* const (&views)[kTensors]
   const Folded<kTensors> folded(views);
   const Lie<T, F::kIn, kTensors> lie(folded, views);
   if (lie.flat) {
+    const int threads = small_block<T, false>(folded, views, place);
+    if (threads > 0) return launch_small<T, false, kChained>(f, folded, views, threads, place);
     FlatArgs<F> a = {};
     for (int t = 0; t < F::kIn; ++t) a.in[t] = static_cast<const char*>(views[t]->data);
     for (int t = 0; t < F::kOut; ++t) a.out[t] = static_cast<char*>(views[F::kIn + t]->data);
@@ -371,7 +489,11 @@ Status launch_as_they_lie(const F& f, const TensorView* const (&views)[kTensors]
     return launch_flat<T, kChained>(f, a, place);
   }
   if (!lie.strided) return launch_any(f, folded, views, sizeof(T) == 4, place);
-  if (folded.rank == 2 && lie.splats == 0) return launch_strided<T, 1, kChained>(f, folded, views, 0, place);
+  if (folded.rank == 2 && lie.splats == 0) {
+    const int threads = small_block<T, true>(folded, views, place);
+    if (threads > 0) return launch_small<T, true, kChained>(f, folded, views, threads, place);
+    return launch_strided<T, 1, kChained>(f, folded, views, 0, place);
+  }
   return launch_strided<T, kMaxFolded, kChained>(f, folded, views, lie.splats, place);
 }
 

@@ -1,88 +1,102 @@
 // Embedding, forward: rows of a table, those of a second one for positions added in fp32, rounded once. Contract:
 // embedding.py.
 //
-// Traffic. A row is read for each token and written once; rows that many tokens ask for come from L2. Threads. A group
-// of lanes takes a part of a token's row, as many vectors of 16 bytes for a lane as can be on their way at once, so the
-// wait for the index is one wait for the whole part. Three kernels: rows that are copied as they are; rows that are
-// converted, or added to; and any others, element by element. How rows lie changes no bit of the result.
+// Traffic. A row is read for each token and written once. Of many tokens, words come again: 32768 drawn from 50304 ask
+// for 24070 rows. Rows of all of them are more than L2 holds, a stripe of 512 bytes of each is not. So a warp takes a
+// stripe of kTokens tokens, its lanes a vector of 16 bytes each, and blocks take the first stripe of all tokens, then
+// the second: what comes again comes from L2. Threads. The wait for a lane's indices is one wait, and so is that for
+// its rows. Four kernels: rows that are copied as they are, for few tokens and for many; rows that are converted, or
+// added to; and any others, element by element. How rows lie changes no bit of the result.
 #include "embedding.cuh"
 
 namespace fuselm {
 namespace embedding {
 namespace {
 
-constexpr int kThreads = 128;
+constexpr int kThreads = 128, kTokens = 4;
 
 // What stands for a row that is not there: NaN, in the bits that rounding one to 16 bits gives.
 constexpr uint32_t kNan32 = 0x7fffffffu, kNan16 = 0x7fff7fffu;
 
-// What every launch reads comes first: the constant cache is cold when a kernel starts, see softmax.cu.
-struct CopyArgs {
-  const char* ids;  // of contiguous ids
+// ---- few tokens, copied ----
+
+// All of it in one line of the constant cache, which is cold when a kernel starts, see softmax.cu.
+struct FewArgs {
+  const char* ids;
   const char* weight;
   char* out;  // contiguous
   int64_t row_stride;
-  uint32_t rows, tokens;
-  int32_t vectors;  // of a row
-  bool flat, wide, chained, large;
+  uint32_t rows, vectors;  // vectors of a row
+  uint32_t step;           // bytes from one id to the next
   uint32_t nan;
-  Divisor parts;      // of a row, where it has several
-  IndexList indices;  // of ids that are not contiguous
 };
 
-// Which token and which part of its row a group of kLanes lanes has; `first` is the lane's first vector.
-template <int kLanes, int kVecs>
-struct Part {
-  uint32_t token;
-  int first;
-
-  __device__ Part(int vectors, const Divisor& parts) {
-    token = blockIdx.x * (kThreads / kLanes) + threadIdx.x / kLanes;
-    first = threadIdx.x % kLanes;
-    if (vectors <= kLanes * kVecs) return;
-    const uint32_t unit = token;
-    token = parts.divide(unit);
-    first += static_cast<int>(unit - token * parts.value) * kLanes * kVecs;
-  }
-};
-
-template <int kLanes, int kVecs>
-__global__ void __launch_bounds__(kThreads, fitting_blocks(kThreads, 16))
-    embedding_copy_kernel(const __grid_constant__ CopyArgs a) {
-  const Part<kLanes, kVecs> part(a.vectors, a.parts);
-  if (a.chained) {
+// A block has 128 vectors of one token: nothing is divided, and whatever does not hang on the id is made before it is
+// asked for, while the kernel before ends.
+template <typename Id, bool kChained>
+__global__ void __launch_bounds__(kThreads) embedding_few_kernel(const __grid_constant__ FewArgs a) {
+  const uint32_t vector = blockIdx.y * kThreads + threadIdx.x;
+  if (vector >= a.vectors) return;
+  const char* const place = a.ids + static_cast<uint64_t>(blockIdx.x) * a.step;
+  const char* const column = a.weight + vector * 16;
+  char* const out = a.out + (static_cast<uint64_t>(blockIdx.x) * a.vectors + vector) * 16;
+  if constexpr (kChained) {
+    warm(place), warm(column), warm(out);
     allow_next_kernel();
     wait_for_previous_kernel();
   }
-  if (part.token >= a.tokens) return;
-  // Lanes past the row's end load its last vector once more: were loads left to some lanes, each would have its address
-  // made anew, after the wait for the index.
-  uint32_t at[kVecs];
-#pragma unroll
-  for (int v = 0; v < kVecs; ++v) at[v] = now(static_cast<uint32_t>(min(part.first + v * kLanes, a.vectors - 1)) * 16);
+  const int64_t id = *reinterpret_cast<const Id*>(place);
+  uint4 raw = make_uint4(a.nan, a.nan, a.nan, a.nan);
+  if (likely(static_cast<uint64_t>(id) < a.rows)) {  // below 0 is above all
+    raw = load_vector(column + static_cast<uint32_t>(id) * a.row_stride);
+  }
+  store_vector(out, raw);
+}
+
+// ---- many tokens, copied ----
+
+struct CopyArgs {
+  const char* weight;
+  char* out;  // contiguous
+  int64_t row_stride;
+  uint32_t rows, tokens, vectors;
+  uint32_t nan;
+  bool large;
+  IndexList ids;
+};
+
+// The token that is number k of a lane's; of those past the last, its first once more.
+__device__ inline uint32_t nth_token(uint32_t first, uint32_t step, uint32_t k, uint32_t tokens) {
+  return first + k * step < tokens ? first + k * step : first;
+}
+
+template <int kLanes>
+__global__ void __launch_bounds__(kThreads, fitting_blocks(kThreads, 16))
+    embedding_many_kernel(const __grid_constant__ CopyArgs a) {
+  const uint32_t first = (blockIdx.x * (kThreads / kLanes) + threadIdx.x / kLanes) * kTokens;
+  const uint32_t vector = blockIdx.y * kLanes + threadIdx.x % kLanes;
+  if (first >= a.tokens || vector >= a.vectors) return;
   const uint64_t policy = read_policy(a.large);
-  int64_t id;
-  if (likely(a.flat)) {
-    id = a.wide ? reinterpret_cast<const int64_t*>(a.ids)[part.token]
-                : reinterpret_cast<const int32_t*>(a.ids)[part.token];
-  } else {
-    id = a.indices.of(part.token);
+  int64_t id[kTokens];
+  with_reader(a.ids, [&](const auto& read) {
+#pragma unroll
+    for (int k = 0; k < kTokens; ++k) id[k] = read(nth_token(first, 1, k, a.tokens));
+  });
+  uint4 raw[kTokens];
+#pragma unroll
+  for (int k = 0; k < kTokens; ++k) {
+    const uint32_t row = static_cast<uint64_t>(id[k]) < a.rows ? static_cast<uint32_t>(id[k]) : 0;
+    raw[k] = load_vector(a.weight + row * a.row_stride + vector * 16, policy);
   }
-  const bool known = static_cast<uint64_t>(id) < a.rows;  // below 0 is above all
-  const char* const row = a.weight + (known ? id : 0) * a.row_stride;
-  char* const out = a.out + part.token * (int64_t{16} * a.vectors);
-  uint4 raw[kVecs];
+  char* const out = a.out + (static_cast<uint64_t>(first) * a.vectors + vector) * 16;
 #pragma unroll
-  for (int v = 0; v < kVecs; ++v) raw[v] = load_vector(row + at[v], policy);
-  if (unlikely(!known)) {
-#pragma unroll
-    for (uint4& one : raw) one = make_uint4(a.nan, a.nan, a.nan, a.nan);
-  }
-#pragma unroll
-  for (int v = 0; v < kVecs; ++v) {
-    if (part.first + v * kLanes < a.vectors) store_vector(out + at[v], raw[v]);
+  for (int k = 0; k < kTokens; ++k) {
+    if (unlikely(static_cast<uint64_t>(id[k]) >= a.rows)) raw[k] = make_uint4(a.nan, a.nan, a.nan, a.nan);
+    if (first + k < a.tokens) store_vector(out + static_cast<uint64_t>(k) * a.vectors * 16, raw[k]);
   }
 }
+
+// ---- converted, or added to ----
 
 // A table as its rows are read; strides between rows are in bytes, between columns in elements.
 struct Source {
@@ -101,91 +115,108 @@ struct GatherArgs {
   int32_t width;
   DType dtype;
   bool chained, large;
-  Divisor parts;
   IndexList ids, positions;
-
-  // The rows of a token; both the first of their tables, and false, where it has not both.
-  __device__ bool find(uint32_t token, const char*& row, const char*& place) const {
-    const int64_t id = ids.of(token);
-    bool known = weight.has(id);
-    int64_t at = 0;
-    if (places.dtype != DType::kAbsent) {
-      at = positions.of(token);
-      known &= places.has(at);
-    }
-    row = weight.row(known ? id : 0), place = places.row(known ? at : 0);
-    return known;
-  }
 };
 
-constexpr int kGatherVecs = 2;
+// Which rows of the second table there are: none, one for each token, or one for the same token of every sequence.
+enum class Places { kNone, kOwn, kShared };
 
-// Vectors are of the result: 16 bytes of it, from 16 or 32 of weight.
-template <typename W, typename O, bool kPlaces>
+// Tokens of a lane: 64 bytes of rows under way, or 32 of both tables.
+template <typename W, typename O, Places kPlaces>
+constexpr int kGatherTokens = (kPlaces == Places::kOwn ? 2 : 4) / static_cast<int>(sizeof(W) / sizeof(O));
+
+// Vectors are of the result: 16 bytes of it, from 16 or 32 of weight. With kShared a lane's tokens are those at one
+// place of several sequences, for which the second table is read once.
+template <typename W, typename O, Places kPlaces>
 __global__ void __launch_bounds__(kThreads) embedding_gather_kernel(const __grid_constant__ GatherArgs a) {
-  constexpr int N = kVec<O>, kPieces = sizeof(W) / sizeof(O);
-  const int vectors = a.width / N;
-  const Part<kWarp, kGatherVecs> part(vectors, a.parts);
+  constexpr int N = kVec<O>, kPieces = sizeof(W) / sizeof(O), kMine = kGatherTokens<W, O, kPlaces>;
+  constexpr int kAdded = kPlaces == Places::kNone ? 0 : kPlaces == Places::kShared ? 1 : kMine;
+  const uint32_t group = blockIdx.x * (kThreads / kWarp) + threadIdx.x / kWarp;
+  const int vectors = a.width / N, vector = static_cast<int>(blockIdx.y * kWarp + threadIdx.x % kWarp);
   if (a.chained) {
     allow_next_kernel();
     wait_for_previous_kernel();
   }
-  if (part.token >= a.tokens) return;
-  const char *row, *place;
-  const bool known = a.find(part.token, row, place);
-  char* out = a.out + part.token * (int64_t{16} * vectors);
+  uint32_t first = group * kMine, step = 1, at = 0;
+  if constexpr (kPlaces == Places::kShared) {
+    step = a.positions.tokens.value;
+    const uint32_t sequences = a.positions.tokens.divide(group);
+    at = group - sequences * step;
+    first = sequences * kMine * step + at;
+  }
+  if (first >= a.tokens || vector >= vectors) return;
   const uint64_t policy = read_policy(a.large);
-  uint4 raw[kGatherVecs][kPieces];
-  ConstantVector<N> added[kGatherVecs];
+  int64_t id[kMine], place[kAdded + 1] = {at};
+  with_reader(a.ids, [&](const auto& read) {
 #pragma unroll
-  for (int v = 0; v < kGatherVecs; ++v) {
-    const int at = part.first + v * kWarp;
-    if (at >= vectors) continue;
+    for (int k = 0; k < kMine; ++k) id[k] = read(nth_token(first, step, k, a.tokens));
+  });
+  if constexpr (kPlaces == Places::kOwn) {
 #pragma unroll
-    for (int p = 0; p < kPieces; ++p) raw[v][p] = load_vector(row + (at * kPieces + p) * 16, policy);
-    if constexpr (kPlaces) added[v].load(place, a.places.dtype, at);
+    for (int k = 0; k < kMine; ++k) place[k] = a.positions.of(nth_token(first, step, k, a.tokens));
+  }
+  uint4 raw[kMine][kPieces];
+  ConstantVector<N> added[kAdded + 1];
+#pragma unroll
+  for (int k = 0; k < kMine; ++k) {
+    const char* const row = a.weight.row(a.weight.has(id[k]) ? id[k] : 0);
+#pragma unroll
+    for (int p = 0; p < kPieces; ++p) raw[k][p] = load_vector(row + (vector * kPieces + p) * 16, policy);
+    if (k < kAdded) added[k].load(a.places.row(a.places.has(place[k]) ? place[k] : 0), a.places.dtype, vector);
   }
 #pragma unroll
-  for (int v = 0; v < kGatherVecs; ++v) {
-    const int at = part.first + v * kWarp;
-    if (at >= vectors) continue;
+  for (int k = 0; k < kMine; ++k) {
+    const uint32_t token = first + k * step;
+    if (token >= a.tokens) break;
+    bool known = a.weight.has(id[k]);
     float value[N];
-    load_floats<W>(raw[v], value);
-    if constexpr (kPlaces) {
+    load_floats<W>(raw[k], value);
+    if constexpr (kAdded > 0) {
+      constexpr int kLast = kAdded - 1;
+      const int from = k < kLast ? k : kLast;
+      known &= a.places.has(place[from]);
       float more[N];
-      added[v].get(a.places.dtype, more);
+      added[from].get(a.places.dtype, more);
 #pragma unroll
       for (int i = 0; i < N; ++i) value[i] += more[i];
     }
 #pragma unroll
     for (float& one : value) one = known ? one : __uint_as_float(kNan32);
-    store_floats<O>(out + at * 16, value);
+    store_floats<O>(a.out + (static_cast<uint64_t>(token) * vectors + vector) * 16, value);
   }
 }
+
+// ---- any others ----
 
 constexpr int kAnyColumns = 8;  // of a lane
 
 // Any strides, any alignment, any mix of dtypes: elements one by one, neighbouring lanes neighbouring ones.
 __global__ void __launch_bounds__(kThreads) embedding_any_kernel(const __grid_constant__ GatherArgs a) {
-  const Part<kWarp, kAnyColumns> part(a.width, a.parts);
-  if (part.token >= a.tokens) return;
-  const char *row, *place;
-  const bool known = a.find(part.token, row, place);
-  const Span span{part.first, kWarp, a.width};
+  const uint32_t token = blockIdx.x * (kThreads / kWarp) + threadIdx.x / kWarp;
+  if (token >= a.tokens) return;
+  const int64_t id = a.ids.of(token);
+  bool known = a.weight.has(id);
+  const Span span{static_cast<int>(blockIdx.y * kAnyColumns * kWarp + threadIdx.x % kWarp), kWarp, a.width};
   float value[kAnyColumns];
-  load_elements(row, a.weight.dtype, a.weight.column_stride, span, value);
+  load_elements(a.weight.row(known ? id : 0), a.weight.dtype, a.weight.column_stride, span, value);
   if (a.places.dtype != DType::kAbsent) {
+    const int64_t at = a.positions.of(token);
+    const bool has = a.places.has(at);
+    known &= has;
     float more[kAnyColumns];
-    load_elements(place, a.places.dtype, a.places.column_stride, span, more);
+    load_elements(a.places.row(has ? at : 0), a.places.dtype, a.places.column_stride, span, more);
 #pragma unroll
     for (int i = 0; i < kAnyColumns; ++i) value[i] += more[i];
   }
 #pragma unroll
   for (float& one : value) one = known ? one : __uint_as_float(kNan32);
-  store_elements(a.out + part.token * (int64_t{a.width} * element_bytes(a.dtype)), a.dtype, span, value);
+  store_elements(a.out + token * (int64_t{a.width} * element_bytes(a.dtype)), a.dtype, span, value);
 }
 
 // ---- launching ----
+
+// Blocks of a multiprocessor up to which tokens are few: one wave.
+constexpr int64_t kFewBlocks = 16;
 
 Source make_source(const TensorView& table) {
   if (!table.present()) return {};
@@ -201,50 +232,71 @@ bool has_vectors(const Source& source, int64_t width, int vec) {
          (source.rows == 1 || source.row_stride % 16 == 0);
 }
 
-// `held` is how many vectors, or columns, a group takes of a row; `row` how many there are.
+// Groups of `lanes` lanes, each of which takes `lanes * each` vectors, or columns, of a row's `row`.
 template <typename Args>
-Status launch_units(void (*kernel)(Args), Args a, int64_t row, int64_t held, int lanes, cudaStream_t stream) {
-  const int64_t parts = divide_up(row, held), units = a.tokens * parts;
-  if (units > kMost) return Status::kBadShape;  // more than any memory holds
-  a.parts = Divisor(static_cast<uint32_t>(parts));
-  const dim3 grid(static_cast<unsigned>(divide_up(units, kThreads / lanes)));
-  return launch(kernel, grid, kThreads, 0, a.chained, stream, a);
+Status launch_groups(void (*kernel)(Args), const Args& a, int64_t groups, int64_t row, int lanes, int each,
+                     bool chained, cudaStream_t stream) {
+  const dim3 grid(static_cast<unsigned>(divide_up(groups, kThreads / lanes)),
+                  static_cast<unsigned>(divide_up(row, lanes * each)));
+  return launch(kernel, grid, kThreads, 0, chained, stream, a);
 }
 
-Status launch_copy(const GatherArgs& from, int64_t vectors, cudaStream_t stream) {
+template <typename Id>
+Status launch_few(const GatherArgs& from, const FewArgs& a, const dim3& grid, cudaStream_t stream) {
+  const auto kernel = from.chained ? embedding_few_kernel<Id, true> : embedding_few_kernel<Id, false>;
+  return launch(kernel, grid, kThreads, 0, from.chained, stream, a);
+}
+
+Status launch_copy(const GatherArgs& from, int64_t vectors, const DeviceFacts& facts, cudaStream_t stream) {
   const Source& weight = from.weight;
-  CopyArgs a = {};
-  a.ids = from.ids.data, a.weight = weight.data, a.out = from.out, a.row_stride = weight.row_stride;
-  a.rows = static_cast<uint32_t>(weight.rows), a.tokens = from.tokens, a.vectors = static_cast<int32_t>(vectors);
-  a.flat = from.ids.flat, a.wide = from.ids.wide, a.chained = from.chained, a.large = from.large;
-  a.nan = from.dtype == DType::kFloat32 ? kNan32 : kNan16;
-  a.indices = from.ids;
+  const auto rows = static_cast<uint32_t>(weight.rows), row = static_cast<uint32_t>(vectors);
+  const uint32_t nan = from.dtype == DType::kFloat32 ? kNan32 : kNan16;
+  const int64_t blocks = divide_up(vectors, kThreads);  // of a token, of few tokens
+  const IndexList& ids = from.ids;
+  if (from.tokens * blocks <= kFewBlocks * facts.multiprocessors && ids.outer == 1 && ids.step >> 31 == 0) {
+    const FewArgs a = {ids.data, weight.data, from.out, weight.row_stride, rows, row, static_cast<uint32_t>(ids.step),
+                       nan};
+    const dim3 grid(from.tokens, static_cast<unsigned>(blocks));
+    return ids.wide ? launch_few<int64_t>(from, a, grid, stream) : launch_few<int32_t>(from, a, grid, stream);
+  }
+  const CopyArgs a = {weight.data, from.out, weight.row_stride, rows, from.tokens, row, nan, from.large, ids};
+  const int64_t groups = divide_up(a.tokens, kTokens);
   // Narrow rows share a warp.
-  if (vectors <= 16) return launch_units(embedding_copy_kernel<8, 2>, a, vectors, 16, 8, stream);
-  return launch_units(embedding_copy_kernel<kWarp, 4>, a, vectors, 4 * kWarp, kWarp, stream);
+  if (vectors <= 16) return launch_groups(embedding_many_kernel<8>, a, groups, vectors, 8, 1, false, stream);
+  return launch_groups(embedding_many_kernel<kWarp>, a, groups, vectors, kWarp, 1, false, stream);
+}
+
+template <typename W, typename O, Places kPlaces>
+Status launch_gather_with(const GatherArgs& a, cudaStream_t stream) {
+  constexpr int kMine = kGatherTokens<W, O, kPlaces>;
+  const int64_t place = a.positions.tokens.value;  // tokens of a sequence
+  const int64_t groups =
+      kPlaces == Places::kShared ? divide_up(a.tokens / place, kMine) * place : divide_up(a.tokens, kMine);
+  return launch_groups(embedding_gather_kernel<W, O, kPlaces>, a, groups, a.width / kVec<O>, kWarp, 1, a.chained,
+                       stream);
 }
 
 template <typename W, typename O>
-Status launch_gather(GatherArgs a, cudaStream_t stream) {
-  auto kernel = embedding_gather_kernel<W, O, true>;
+Status launch_gather(const GatherArgs& a, cudaStream_t stream) {
   if constexpr (!std::is_same_v<W, O>) {  // those alike, without positions, are copied
-    if (a.places.dtype == DType::kAbsent) kernel = embedding_gather_kernel<W, O, false>;
+    if (a.places.dtype == DType::kAbsent) return launch_gather_with<W, O, Places::kNone>(a, stream);
   }
-  return launch_units(kernel, a, a.width / kVec<O>, kGatherVecs * kWarp, kWarp, stream);
+  const bool shared = a.positions.counted() && a.tokens >= kTokens * int64_t{a.positions.tokens.value};
+  return shared ? launch_gather_with<W, O, Places::kShared>(a, stream)
+                : launch_gather_with<W, O, Places::kOwn>(a, stream);
 }
 
-Status launch_any(GatherArgs a, cudaStream_t stream) {
-  a.chained = false;
-  return launch_units(embedding_any_kernel, a, a.width, kAnyColumns * kWarp, kWarp, stream);
+Status launch_any(const GatherArgs& a, cudaStream_t stream) {
+  return launch_groups(embedding_any_kernel, a, a.tokens, a.width, kWarp, kAnyColumns, false, stream);
 }
 
-Status launch_rows(const GatherArgs& a, cudaStream_t stream) {
+Status launch_rows(const GatherArgs& a, const DeviceFacts& facts, cudaStream_t stream) {
   const int vec = 16 / element_bytes(a.dtype);
   const bool aligned = reinterpret_cast<uintptr_t>(a.out) % 16 == 0 && has_vectors(a.weight, a.width, vec) &&
                        has_vectors(a.places, a.width, vec);
   if (!aligned) return launch_any(a, stream);
   if (a.weight.dtype == a.dtype) {
-    if (a.places.dtype == DType::kAbsent) return launch_copy(a, a.width / vec, stream);
+    if (a.places.dtype == DType::kAbsent) return launch_copy(a, a.width / vec, facts, stream);
     return with_dtype(a.dtype, [&](auto zero) { return launch_gather<decltype(zero), decltype(zero)>(a, stream); });
   }
   if (a.weight.dtype != DType::kFloat32) return launch_any(a, stream);
@@ -279,7 +331,7 @@ Status embedding_forward(const Input& ids, const Input& weight, const OptionalIn
   a.ids = make_indices(ids, ids), a.positions = make_indices(positions, ids);
   a.chained = facts.capability >= 90 && tokens <= 2 * facts.multiprocessors;
   a.large = tokens * width * (element_bytes(weight.dtype) + element_bytes(out.dtype)) > facts.l2_bytes;
-  return launch_rows(a, cuda_stream(stream));
+  return launch_rows(a, facts, cuda_stream(stream));
 }
 
 }  // namespace fuselm

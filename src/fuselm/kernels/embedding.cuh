@@ -48,6 +48,14 @@ struct IndexList {
   }
 };
 
+// Calls f with what reads a token's index: it is asked once how they lie, and several are then asked for together.
+template <typename F>
+__device__ inline auto with_reader(const IndexList& indices, const F& f) {
+  if (likely(indices.flat && indices.wide)) return f([&](uint32_t token) { return indices.near<int64_t>(token); });
+  if (indices.flat) return f([&](uint32_t token) { return indices.near<int32_t>(token); });
+  return f([&](uint32_t token) { return indices.of(token); });
+}
+
 inline int64_t last_size(const TensorView& ids) { return ids.rank > 0 ? ids.sizes[ids.rank - 1] : 1; }
 
 // `view` has the shape of ids, or that of ids' last dimension and counts for all others; absent, it is counted.

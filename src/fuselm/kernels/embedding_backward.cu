@@ -5,8 +5,9 @@
 //
 // More tokens, three kernels, the later two launched while the one before them ends:
 //
-// sort. A stable counting sort without a word between blocks. A block has a range of rows and reads all indices: it
-// counts those of its rows, warp by warp, and those below its range, which is where its part of the sorted list begins.
+// sort. A stable counting sort without a word between blocks. A block has every blocks-th row and reads all indices: it
+// counts those of its rows, warp by warp, and those of the blocks before it, which is where its part of the sorted list
+// begins. (Not a range of rows each: words that are frequent have low numbers, and one block would place all of them.)
 // That is blocks * tokens * 8 bytes from L2, by the books 2.4 us for 32768 tokens. What does not stay in shared memory,
 // from some 80,000 tokens on, is read once more: 150 us for a million, beside 400 for reading dout at a width of 768.
 // Rows without a token are filled with zeros.
@@ -53,12 +54,13 @@ struct Table {
   int64_t row_bytes;
   int64_t rows;
   DType dtype;
-  int32_t block_rows;  // of a block that sorts, or that takes few tokens
+  int32_t block_rows;  // of a block that takes few tokens, or that sorts, the most
   int32_t ahead;       // of those, rows that are filled before it is known whether they have a token
   uint2* places;       // the sorted list
   uint4* heads;        // see head_of
   uint32_t* valid;     // how many places there are: a token whose index is out of range has none
   float* partial;      // a row for each kPiece-th place: where rows have several pieces, those are no closer together
+  Divisor blocks;      // that sort: row r is number r / blocks of block r % blocks
   Divisor batch;       // tokens of a row where positions are counted
   IndexList indices;
 };
@@ -317,26 +319,22 @@ struct Sorting {
   }
 };
 
-// The number of a token's row within the block; no row of the block has one as large as those of others get. What is no
-// row of the table counts as one above all.
-__device__ inline uint32_t number_of(const Table& t, int64_t index, uint32_t low, uint32_t& row) {
-  row = static_cast<uint64_t>(index) < static_cast<uint64_t>(t.rows) ? static_cast<uint32_t>(index) : 0xffffffffu;
-  return row - low;  // of what is below, a large one
-}
+// The block that has an index's row, and the row's number there; what is no row of the table is of a block past all.
+struct Home {
+  uint32_t block = 0xffffffffu, number = 0;
 
-// Calls f with what reads a token's index.
-template <typename F>
-__device__ inline auto with_reader(const IndexList& indices, const F& f) {
-  if (likely(indices.flat && indices.wide)) return f([&](uint32_t token) { return indices.near<int64_t>(token); });
-  if (indices.flat) return f([&](uint32_t token) { return indices.near<int32_t>(token); });
-  return f([&](uint32_t token) { return indices.of(token); });
-}
+  __device__ Home(const Table& t, int64_t index) {
+    if (static_cast<uint64_t>(index) >= static_cast<uint64_t>(t.rows)) return;
+    number = t.blocks.divide(static_cast<uint32_t>(index));
+    block = static_cast<uint32_t>(index) - number * t.blocks.value;
+  }
+};
 
-// Counts a warp's tokens by row; returns how many of the lane's are of rows below the block's. Counting commutes, so
+// Counts a warp's tokens by row; returns how many of the lane's are of blocks before this. Counting commutes, so
 // the order of these atomics does not show. (Two indices in a load of 16 bytes would save nothing: L2 is waited for.)
 template <typename Read>
-__device__ inline uint32_t count_tokens(const BackwardArgs& a, const Table& t, const Sorting& shared, uint32_t low,
-                                        uint32_t own_rows, uint32_t begin, uint32_t end, const Read& read) {
+__device__ inline uint32_t count_tokens(const BackwardArgs& a, const Table& t, const Sorting& shared, uint32_t begin,
+                                        uint32_t end, const Read& read) {
   uint32_t* const counts = shared.counts + threadIdx.x / kWarp * t.block_rows;
   uint32_t below = 0;
 #pragma unroll 1
@@ -346,18 +344,19 @@ __device__ inline uint32_t count_tokens(const BackwardArgs& a, const Table& t, c
     for (int k = 0; k < kAtOnce; ++k) index[k] = first + k * kWarp < end ? read(first + k * kWarp) : -1;
 #pragma unroll
     for (int k = 0; k < kAtOnce; ++k) {
-      uint32_t row;
-      const uint32_t token = first + k * kWarp, number = number_of(t, index[k], low, row);
-      if (number < own_rows) atomicAdd(counts + number, 1u);
-      if (a.cached && token < end) shared.numbers[token] = static_cast<uint16_t>(number < own_rows ? number : kNoRow);
-      below += row < low;
+      const uint32_t token = first + k * kWarp;
+      const Home home(t, index[k]);
+      const bool own = home.block == blockIdx.x;
+      if (own) atomicAdd(counts + home.number, 1u);
+      if (a.cached && token < end) shared.numbers[token] = static_cast<uint16_t>(own ? home.number : kNoRow);
+      below += home.block < blockIdx.x;
     }
   }
   return below;
 }
 
 // Counts of each warp become those of the warps before it; then starts of rows. Returns where the block's part of the
-// list begins. Every thread comes here, with its share of what is below the block's rows.
+// list begins. Every thread comes here, with its share of what is before it.
 __device__ inline uint32_t scan_counts(const Table& t, const Sorting& shared, uint32_t own_rows, uint32_t below) {
   __shared__ uint32_t totals[kSortWarps], belows[kSortWarps];
   const uint32_t thread = threadIdx.x, lane = thread % kWarp, warp = thread / kWarp;
@@ -397,8 +396,8 @@ __device__ inline uint32_t scan_counts(const Table& t, const Sorting& shared, ui
 
 // Puts a warp's tokens into their places, 32 after 32, so that those of a row keep their order.
 template <typename Read>
-__device__ inline void place_tokens(const BackwardArgs& a, const Table& t, const Sorting& shared, uint32_t low,
-                                    uint32_t own_rows, uint32_t begin, uint32_t end, uint32_t start, const Read& read) {
+__device__ inline void place_tokens(const BackwardArgs& a, const Table& t, const Sorting& shared, uint32_t begin,
+                                    uint32_t end, uint32_t start, const Read& read) {
   uint32_t* const counts = shared.counts + threadIdx.x / kWarp * t.block_rows;
   const uint32_t lane = threadIdx.x % kWarp;
 #pragma unroll 1
@@ -412,9 +411,8 @@ __device__ inline void place_tokens(const BackwardArgs& a, const Table& t, const
       if (a.cached) {
         number[k] = shared.numbers[token];
       } else {
-        uint32_t row;
-        const uint32_t found = number_of(t, read(token), low, row);
-        if (found < own_rows) number[k] = found;
+        const Home home(t, read(token));
+        if (home.block == blockIdx.x) number[k] = home.number;
       }
     }
 #pragma unroll
@@ -432,7 +430,7 @@ __device__ inline void place_tokens(const BackwardArgs& a, const Table& t, const
       __syncwarp();
       if (!own) continue;
       const uint32_t first = shared.starts[number[k]], count = shared.starts[number[k] + 1] - first;
-      const uint32_t place = start + first + rank, row = low + number[k];
+      const uint32_t place = start + first + rank, row = blockIdx.x + number[k] * t.blocks.value;
       const uint32_t token = group + k * kWarp + lane;
       t.places[place] = packed_place(token, row, rank, count);
       if (place % kPiece == 0) {
@@ -445,35 +443,34 @@ __device__ inline void place_tokens(const BackwardArgs& a, const Table& t, const
 __global__ void __launch_bounds__(kSortThreads, 1) embedding_sort_kernel(const __grid_constant__ BackwardArgs a) {
   extern __shared__ uint32_t memory[];
   const Table& t = a.tables[blockIdx.y];
-  const int64_t low = static_cast<int64_t>(blockIdx.x) * t.block_rows;
-  if (low >= t.rows) return;
-  const uint32_t own_rows = static_cast<uint32_t>(t.rows - low < t.block_rows ? t.rows - low : t.block_rows);
+  if (blockIdx.x >= t.blocks.value) return;
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
-  char* const out = t.out + low * t.row_bytes;
   if (t.indices.counted()) {  // only rows that no token has are left to be seen to
-    const int64_t used = int64_t{t.indices.tokens.value} - low;
-    const int64_t from = used > 0 ? used : 0;
-    if (from < own_rows) fill(out + from * t.row_bytes, out + own_rows * t.row_bytes, threadIdx.x, kSortThreads);
+    const int64_t low = static_cast<int64_t>(blockIdx.x) * t.block_rows, high = low + t.block_rows;
+    const int64_t used = t.indices.tokens.value, from = used > low ? used : low, end = high < t.rows ? high : t.rows;
+    if (from < end) fill(t.out + from * t.row_bytes, t.out + end * t.row_bytes, threadIdx.x, kSortThreads);
     return;
   }
+  const uint32_t own_rows = t.blocks.divide(static_cast<uint32_t>(t.rows) - 1 - blockIdx.x) + 1;
+  auto fill_row = [&](uint32_t number) {
+    char* const row = t.out + (blockIdx.x + static_cast<int64_t>(number) * t.blocks.value) * t.row_bytes;
+    fill(row, row + t.row_bytes, lane, kWarp);
+  };
   const Sorting shared(memory, t.block_rows);
   for (int i = threadIdx.x; i < kSortWarps * t.block_rows; i += kSortThreads) shared.counts[i] = 0;
   const uint32_t ahead = own_rows < t.ahead ? own_rows : t.ahead;
-  fill(out, out + ahead * t.row_bytes, threadIdx.x, kSortThreads);
+  for (uint32_t r = warp; r < ahead; r += kSortWarps) fill_row(r);
   __syncthreads();
   const uint32_t begin = warp * a.slice < a.tokens ? warp * a.slice : a.tokens;
   const uint32_t end = a.tokens - begin < a.slice ? a.tokens : begin + a.slice;
-  const uint32_t below = with_reader(t.indices, [&](const auto& read) {
-    return count_tokens(a, t, shared, static_cast<uint32_t>(low), own_rows, begin, end, read);
-  });
-  const uint32_t start = scan_counts(t, shared, own_rows, below);
+  const uint32_t before =
+      with_reader(t.indices, [&](const auto& read) { return count_tokens(a, t, shared, begin, end, read); });
+  const uint32_t start = scan_counts(t, shared, own_rows, before);
   allow_next_kernel();
-  with_reader(t.indices, [&](const auto& read) {
-    place_tokens(a, t, shared, static_cast<uint32_t>(low), own_rows, begin, end, start, read);
-  });
-  if (threadIdx.x == 0 && low + own_rows == t.rows) *t.valid = start + shared.starts[own_rows];
+  with_reader(t.indices, [&](const auto& read) { place_tokens(a, t, shared, begin, end, start, read); });
+  if (threadIdx.x == 0 && blockIdx.x == t.blocks.value - 1) *t.valid = start + shared.starts[own_rows];
   for (uint32_t r = ahead + warp; r < own_rows; r += kSortWarps) {
-    if (shared.starts[r] == shared.starts[r + 1]) fill(out + r * t.row_bytes, out + (r + 1) * t.row_bytes, lane, kWarp);
+    if (shared.starts[r] == shared.starts[r + 1]) fill_row(r);
   }
 }
 
@@ -682,6 +679,7 @@ int64_t share_rows(BackwardArgs& a, int tables, int64_t blocks, int64_t most_row
     const int64_t ahead = at_most(kAheadBytes / a.tables[i].row_bytes, rows / 4);
     a.tables[i].ahead = a.tokens <= a.tables[i].rows ? static_cast<int32_t>(ahead) : 0;
     const int64_t own = divide_up(a.tables[i].rows, rows);
+    a.tables[i].blocks = Divisor(static_cast<uint32_t>(own));
     needed = own > needed ? own : needed;
   }
   return needed;

@@ -8,7 +8,7 @@
 //   Numbers, Indices        any number of scalars
 //   Like<i>, RowStat<i>     a tensor that goes out, contiguous, with the shape it must be given; absent when input i is
 //                           absent, and whenever the caller does not want it
-//   Halved<i>, Broadcast<i, j>, Gathered<i, j>   the same, of other shapes
+//   Halved<i>, Broadcast<i, j>, Gathered<i, j>, Joined<i, j, k>   the same, of other shapes
 //   Wanted                  the dtype of a Gathered
 //   Scalar                  one float32 that goes out
 //   Workspace, Stream       scratch memory of <op>_workspace() bytes, and where to run
@@ -85,6 +85,11 @@ struct Gathered : TensorView {};
 struct Wanted {
   DType dtype = DType::kAbsent;
 };
+
+// An output with the dtype and the sizes of input kFirst, but that its last dimension but one is as long as those of
+// all three inputs together: heads of q, k and v. Absent where there is no such dimension.
+template <int kFirst, int kSecond, int kThird>
+struct Joined : TensorView {};
 
 // A float32 output without dimensions.
 struct Scalar : TensorView {};
@@ -216,6 +221,11 @@ FUSELM_EXPORT Status rope_backward(const Input& dq_out, const Input& dk_out, con
                                    bool interleaved, const Like<2>& dq, const Like<3>& dk, const Like<9>& dq_weight,
                                    const Like<10>& dk_weight, Workspace workspace, Stream stream);
 FUSELM_EXPORT int64_t rope_backward_workspace(const TensorView& dq_out, Stream stream);
+
+// rope_qkv.cu; rope_qkv.py. Forward is rope_forward's, over views.
+FUSELM_EXPORT Status rope_qkv_backward(const Input& dq, const Input& dk, const Input& dv, const Input& cos,
+                                       const Input& sin, const OptionalInput& positions, bool interleaved,
+                                       const Joined<0, 1, 2>& dqkv, Stream stream);
 
 // embedding.cu and embedding_backward.cu; embedding.py.
 FUSELM_EXPORT Status embedding_forward(const Input& ids, const Input& weight, const OptionalInput& position_weight,

@@ -45,9 +45,10 @@ struct Job {
   bool live;
 
   Job() = default;
-  __device__ Job(const Jobs& jobs, uint32_t block) {
-    lane = threadIdx.x;
-    const uint32_t wanted = block * blockDim.y + threadIdx.y;
+  __device__ Job(const Jobs& jobs, uint32_t block)
+      : Job(jobs, block * blockDim.y + threadIdx.y, static_cast<int32_t>(threadIdx.x)) {}
+  __device__ Job(const Jobs& jobs, uint32_t wanted, int32_t lane_) {
+    lane = lane_;
     live = wanted < jobs.count;
     const uint32_t index = live ? wanted : 0;
     token = jobs.by_slots.divide(index), slot = index - token * jobs.by_slots.value;

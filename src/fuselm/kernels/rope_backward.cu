@@ -4,7 +4,9 @@
 // Traffic. What arrives for a head and the head itself are read once, its gradient is written once. The blocks stay:
 // each takes jobs of q, one after another, and then jobs of k, and adds up the weight's gradient in registers over all
 // of them; a lane has the same columns of every head. Each block leaves one partial row for q's weight and one for
-// k's, and a second kernel adds the partial rows in a fixed order. No atomics.
+// k's, and a second kernel adds the partial rows in a fixed order. No atomics. Of a few tokens q and k have blocks of
+// their own, and a thread has all its loads under way together; where one block has all of a side, its sum is the
+// gradient, and there is no second kernel.
 #include "rope.cuh"
 
 namespace fuselm {
@@ -15,6 +17,7 @@ constexpr int kThreads = 256, kWarps = kThreads / kWarp;
 constexpr int kBlocks = 2;      // of a multiprocessor
 constexpr int kHeadsOfJob = 4;  // what one look at the tables serves
 constexpr int kMostSlots = 1 << 20;
+constexpr int kFewHeads = 2;  // of a job where tokens are few: 32 heads of 128 are a block
 
 // A lane has four pairs of a head, of the widest eight: beside each pair's numbers wait its cosine, sine, weights and
 // sums, and registers are what there is least of.
@@ -26,7 +29,8 @@ struct BackwardSide {
   char* dx;           // contiguous; null: not wanted
   const float* rstd;  // contiguous
   const char* weight;
-  DType dtype;  // the weight's
+  char* dweight;  // null: not wanted
+  DType dtype;    // the weight's
   int64_t heads;
   int32_t slots, turns;
   int64_t dy_columns, x_columns, weight_columns;  // in elements, for what is not moved in vectors
@@ -42,6 +46,7 @@ struct BackwardArgs {
   int32_t lane_pairs, chunks, half_bytes, chunk_bits;
   float inverse_width;
   bool large, interleaved;
+  bool alone;  // one block has all of a side, and writes the weight's gradient
 };
 
 // What a lane knows of a job's token and its weight, and what it has added up so far.
@@ -106,11 +111,16 @@ __device__ inline void leave_sums(const BackwardArgs& a, int side, const AnyCut&
   }
   __syncthreads();
   float* row = a.partial + side * a.partial_apart + static_cast<int64_t>(blockIdx.x) * a.partial_stride;
+  char* const out = a.sides[side].dweight;
   for (int column = thread; column < a.partial_stride; column += kThreads) {
     float sum = 0.0f;
 #pragma unroll
     for (int w = 0; w < kWarps; ++w) sum += column < a.width ? sums[w][column] : 0.0f;
-    row[column] = sum;
+    if (!a.alone) {
+      row[column] = sum;
+    } else if (out != nullptr && column < a.width) {
+      set_element(out, a.sides[side].dtype, column, sum);
+    }
   }
   __syncthreads();  // the other side's sums take the place of these
 }
@@ -128,6 +138,73 @@ struct Heads {
     count = job.live ? side.heads : 0;
   }
 };
+
+// kHeads heads of a lane: dy becomes dx, and what they add to the weight's gradient is added.
+template <typename S, int kPairs, int kHeads>
+__device__ inline void turn_heads(Lane<kPairs>& lane, int lanes, float inverse_width, const float (&rstd)[kHeads],
+                                  typename S::Vectors (&dy)[kHeads], typename S::Vectors (&x)[kHeads]) {
+  typename S::Floats da, db, xa, xb;
+  float means[kHeads];
+#pragma unroll
+  for (int h = 0; h < kHeads; ++h) {
+    get_pairs<S>(dy[h], da, db), get_pairs<S>(x[h], xa, xb);
+    lane.turn_back(rstd[h], da, db, xa, xb);
+    lane.add(da, db, xa, xb);
+    lane.weigh(da, db);
+    means[h] = sum_of_products(da, db, xa, xb);
+  }
+  sum_lanes(lanes, means);
+#pragma unroll
+  for (int h = 0; h < kHeads; ++h) {
+    if constexpr (kHeads > 1) {  // made once more: two heads' numbers have no room beside the sums
+      forget<S>(dy[h]), forget<S>(x[h]);
+      get_pairs<S>(dy[h], da, db), get_pairs<S>(x[h], xa, xb);
+      lane.turn_back(rstd[h], da, db, xa, xb);
+      lane.weigh(da, db);
+    }
+    finish(rstd[h], means[h] * inverse_width, da, db, xa, xb);
+    set_pairs<S>(da, db, dy[h]);
+  }
+}
+
+// A few tokens: a group of lanes has one job, of q or of k, and asks for all of it at once.
+template <typename T, int V, bool kInterleaved, int kPairs>
+__global__ void __launch_bounds__(kThreads, 1) rope_backward_few_kernel(const __grid_constant__ BackwardArgs a) {
+  using S = Part<T, V, kInterleaved, kPairs, true>;
+  __shared__ float sums[kWarps][kMaxHead];
+  const int lanes = blockDim.x;
+  const Cut cut{static_cast<int32_t>(threadIdx.x), lanes, a.chunks, a.half_bytes};
+  const BackwardSide& side = a.sides[blockIdx.y];
+  const Job job(side.jobs, blockIdx.x);
+  const Heads heads(side, job);
+  typename S::Vectors dy[kFewHeads], x[kFewHeads];
+  float rstd[kFewHeads];
+#pragma unroll
+  for (int h = 0; h < kFewHeads; ++h) {
+    const int64_t head = job.slot + h * side.slots;
+    const bool live = head < heads.count;
+    load_part<S>(heads.dy + head * side.dy.head, live, cut, Usual{}, dy[h]);
+    load_part<S>(heads.x + head * side.x.head, live, cut, Usual{}, x[h]);
+    rstd[h] = live ? __ldg(heads.rstd + head) : 0.0f;
+  }
+  Weight<S> weight;
+  weight.load(side.weight, side.dtype, cut);
+  Lane<kPairs> lane;
+  lane.clear();
+  load_angles<S>(a.tables, a.tables.position(job).number(), cut, lane.cos, lane.sin);
+#pragma unroll
+  for (float& one : lane.sin) one = -one;
+  weight.get(side.dtype, lane.a_weight, lane.b_weight);
+  turn_heads<S>(lane, lanes, a.inverse_width, rstd, dy, x);
+#pragma unroll
+  for (int h = 0; h < kFewHeads; ++h) {
+    const int64_t head = job.slot + h * side.slots;
+    char* to = heads.dx + (static_cast<int64_t>(job.token) * side.heads + head) * (2 * a.half_bytes);
+    store_part<S>(to, heads.dx != nullptr && head < heads.count, cut, dy[h]);
+  }
+  const AnyCut columns{cut.lane, lanes, kPairs, a.width / 2, a.chunk_bits, kInterleaved};
+  leave_sums(a, blockIdx.y, columns, lane, sums);
+}
 
 template <typename T, int V, bool kInterleaved, int kPairs>
 __global__ void __launch_bounds__(kThreads, kPairs > 4 ? 1 : kBlocks)
@@ -169,28 +246,10 @@ __global__ void __launch_bounds__(kThreads, kPairs > 4 ? 1 : kBlocks)
       for (float& one : lane.sin) one = -one;
 #pragma unroll 1
       for (int done = 0;;) {
-        typename S::Floats da, db, xa, xb;
-        float means[kHeads];
-#pragma unroll
-        for (int h = 0; h < kHeads; ++h) {
-          get_pairs<S>(dy[h], da, db), get_pairs<S>(x[h], xa, xb);
-          lane.turn_back(rstd[h], da, db, xa, xb);
-          lane.add(da, db, xa, xb);
-          lane.weigh(da, db);
-          means[h] = sum_of_products(da, db, xa, xb);
-        }
-        sum_lanes(lanes, means);
+        turn_heads<S>(lane, lanes, a.inverse_width, rstd, dy, x);
 #pragma unroll
         for (int h = 0; h < kHeads; ++h) {
           const int64_t head = job.slot + static_cast<int64_t>(done + h) * side.slots;
-          if constexpr (kHeads > 1) {  // made once more: two heads' numbers have no room beside the sums
-            forget<S>(dy[h]), forget<S>(x[h]);
-            get_pairs<S>(dy[h], da, db), get_pairs<S>(x[h], xa, xb);
-            lane.turn_back(rstd[h], da, db, xa, xb);
-            lane.weigh(da, db);
-          }
-          finish(rstd[h], means[h] * a.inverse_width, da, db, xa, xb);
-          set_pairs<S>(da, db, dy[h]);
           char* to = heads.dx + (static_cast<int64_t>(job.token) * side.heads + head) * (2 * a.half_bytes);
           store_part<S>(to, heads.dx != nullptr && head < heads.count, cut, dy[h]);
         }
@@ -253,11 +312,12 @@ int64_t workspace_bytes(int64_t width, const DeviceFacts& facts) {
 }
 
 void fill_side(BackwardSide& side, const TensorView& dy, const TensorView& x, const TensorView& rstd,
-               const TensorView& weight, const TensorView& dx, bool wanted) {
+               const TensorView& weight, const TensorView& dx, const TensorView& dweight) {
   side.dy = strided(dy), side.x = strided(x), side.dx = static_cast<char*>(dx.data);
   side.rstd = static_cast<const float*>(rstd.data);
   side.weight = static_cast<const char*>(weight.data), side.dtype = weight.dtype;
-  side.heads = wanted ? x.sizes[2] : 0;
+  side.dweight = static_cast<char*>(dweight.data);
+  side.heads = dx.present() || dweight.present() ? x.sizes[2] : 0;
   const int64_t least = divide_up(side.heads, kMostSlots), most = least > kHeadsOfJob ? least : kHeadsOfJob;
   side.slots = static_cast<int32_t>(divide_up(side.heads, most));
   side.turns = side.slots > 0 ? static_cast<int32_t>(divide_up(side.heads, side.slots)) : 0;
@@ -293,6 +353,30 @@ Status launch_pieces(const BackwardArgs& whole, Kernel kernel, int64_t batches, 
   });
 }
 
+// A thread for every part of kFewHeads heads where the card has a multiprocessor for each block.
+template <typename Kernel>
+bool launch_few(BackwardArgs& a, Kernel kernel, int64_t batches, int64_t tokens, int lanes, const DeviceFacts& facts,
+                cudaStream_t stream, int64_t& partial_rows, Status& status) {
+  const int64_t groups = kThreads / lanes;
+  int64_t slots[2], most = 1;
+  for (int i : {0, 1}) {
+    slots[i] = divide_up(a.sides[i].heads, kFewHeads);
+    most = slots[i] > most ? slots[i] : most;
+  }
+  const int64_t fitting = groups * (facts.multiprocessors / 2);
+  if (most > fitting || tokens > fitting || batches > fitting || batches * tokens * most > fitting) return false;
+  for (int i : {0, 1}) {
+    a.sides[i].slots = static_cast<int32_t>(slots[i]);
+    a.sides[i].jobs = Jobs(batches, tokens, slots[i]);
+  }
+  partial_rows = divide_up(batches * tokens * most, groups);
+  a.alone = partial_rows == 1;
+  Launch how(dim3(static_cast<unsigned>(partial_rows), 2), kThreads, 0, stream);
+  how.config.blockDim = dim3(static_cast<unsigned>(lanes), static_cast<unsigned>(groups));
+  status = how(kernel, a);
+  return true;
+}
+
 template <typename T, bool kInterleaved>
 Status launch_dtype(BackwardArgs& a, const TensorView (&heads)[4], const TensorView (&weights)[2],
                     const DeviceFacts& facts, cudaStream_t stream, int64_t& partial_rows) {
@@ -304,21 +388,27 @@ Status launch_dtype(BackwardArgs& a, const TensorView (&heads)[4], const TensorV
   for (const TensorView& w : weights) vectors = vectors && w.strides[0] == 1 && is_aligned(w.data, 16);
   a.lane_pairs = shape.lane_pairs, a.chunks = shape.chunks, a.chunk_bits = shape.chunk_bits();
   a.interleaved = kInterleaved;
-  auto run = [&](auto kernel) {
-    return launch_pieces(a, kernel, batches, tokens, shape.sum_lanes(), facts, stream, partial_rows);
+  const int lanes = shape.sum_lanes();
+  Status status = Status::kOk;
+  auto run = [&](auto kernel, auto few) {
+    if (launch_few(a, few, batches, tokens, lanes, facts, stream, partial_rows, status)) return status;
+    return launch_pieces(a, kernel, batches, tokens, lanes, facts, stream, partial_rows);
   };
   // The longest vectors that four pairs are, and half as long ones; of eight pairs the longest alone.
   constexpr int V = kInterleaved || sizeof(T) == 4 ? kVec<T> : 4;
   if (vectors && shape.lane_pairs == 8 && shape.vector == kVec<T>) {
-    return run(rope_backward_kernel<T, kVec<T>, kInterleaved, 8>);
+    return run(rope_backward_kernel<T, kVec<T>, kInterleaved, 8>,
+               rope_backward_few_kernel<T, kVec<T>, kInterleaved, 8>);
   }
-  if (vectors && shape.lane_pairs == 4 && shape.vector == V) return run(rope_backward_kernel<T, V, kInterleaved, 4>);
+  if (vectors && shape.lane_pairs == 4 && shape.vector == V) {
+    return run(rope_backward_kernel<T, V, kInterleaved, 4>, rope_backward_few_kernel<T, V, kInterleaved, 4>);
+  }
   if constexpr (V * sizeof(T) == 16) {
     if (vectors && shape.lane_pairs == 4 && shape.vector == V / 2) {
-      return run(rope_backward_kernel<T, V / 2, kInterleaved, 4>);
+      return run(rope_backward_kernel<T, V / 2, kInterleaved, 4>, rope_backward_few_kernel<T, V / 2, kInterleaved, 4>);
     }
   }
-  return run(rope_backward_any_kernel<T>);
+  return launch_pieces(a, rope_backward_any_kernel<T>, batches, tokens, lanes, facts, stream, partial_rows);
 }
 
 // What belongs to q, or to k.
@@ -358,8 +448,8 @@ Status rope_backward(const Input& dq_out, const Input& dk_out, const Input& q, c
   const bool sums = dq_weight.present() || dk_weight.present();
   if (sums && workspace.bytes < rope::workspace_bytes(width, facts)) return Status::kBadWorkspace;
   rope::BackwardArgs a = {};
-  rope::fill_side(a.sides[0], dq_out, q, q_rstd, q_weight, dq, dq.present() || dq_weight.present());
-  rope::fill_side(a.sides[1], dk_out, k, k_rstd, k_weight, dk, dk.present() || dk_weight.present());
+  rope::fill_side(a.sides[0], dq_out, q, q_rstd, q_weight, dq, dq_weight);
+  rope::fill_side(a.sides[1], dk_out, k, k_rstd, k_weight, dk, dk_weight);
   a.tables = rope::make_tables(cos, sin, positions);
   a.width = static_cast<int32_t>(width), a.inverse_width = 1.0f / static_cast<float>(width);
   const int64_t bytes = width * element_bytes(q.dtype), heads = a.sides[0].heads + a.sides[1].heads;
@@ -376,7 +466,7 @@ Status rope_backward(const Input& dq_out, const Input& dk_out, const Input& q, c
       return launch(a, {dq_out, dk_out, q, k}, {q_weight, k_weight}, facts, cuda_stream(stream), partial_rows);
     });
   }
-  if (status != Status::kOk || !sums) return status;
+  if (status != Status::kOk || !sums || a.alone) return status;
   return column_sums(partial, partial_rows, a.partial_stride, width, {dq_weight, dk_weight}, facts.capability >= 90,
                      cuda_stream(stream));
 }

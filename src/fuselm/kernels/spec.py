@@ -128,6 +128,8 @@ class OpSpec:
     same_bits: bool = True
     # False when torch's own formula, the reference, rounds more often than the op does.
     rounds_alike: bool = True
+    # Outputs that PyTorch gives as views of an input, which have gaps.
+    views: tuple[str, ...] = ()
     # What is timed: "both" is forward and backward as one training step has them, the incoming gradient being 1.
     passes: tuple[str, ...] = ("forward", "backward")
 

@@ -82,8 +82,7 @@ class Attention(nn.Module):
         config = self.config
         batch, tokens, _ = x.shape
         packed = self.qkv(x).view(batch, tokens, sum(self.splits), config.head_width)  # [B, T, N + 2 K, H]
-        q, k, v = packed.split(self.splits, dim=2)
-        q, k = self._placed(q, k, angles)
+        q, k, v = self._placed(packed, angles)
         if cache is not None:
             k, v = cache.append(k, v)  # [B, S, K, H]
         dropout = config.dropout if self.training else 0.0
@@ -91,16 +90,21 @@ class Attention(nn.Module):
         y: Tensor = self.out(seen.reshape(batch, tokens, -1))
         return y
 
-    def _placed(self, q: Tensor, k: Tensor, angles: Angles | None) -> tuple[Tensor, Tensor]:
-        """Queries and keys, normalised if the model does that, and turned to where they stand."""
-        norms = {"q_weight": self.q_norm, "k_weight": self.k_norm, "eps": self.config.norm_eps}
-        if angles is not None:
-            placed: tuple[Tensor, Tensor] = self.ops.rope(q, k, angles.cos, angles.sin, **norms)
-            return placed
-        if self.q_norm is None:
-            return q, k
+    def _placed(self, packed: Tensor, angles: Angles | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values; the first two normalised if the model does that, and turned to where they stand."""
         eps = self.config.norm_eps
-        return self.ops.rms_norm(q, self.q_norm, eps), self.ops.rms_norm(k, self.k_norm, eps)
+        if angles is not None and self.q_norm is None:
+            placed: tuple[Tensor, Tensor, Tensor] = self.ops.rope_qkv(
+                packed, angles.cos, angles.sin, kv_heads=self.config.kv_heads, inplace=True
+            )
+            return placed
+        q, k, v = packed.split(self.splits, dim=2)
+        if angles is not None:
+            norms = {"q_weight": self.q_norm, "k_weight": self.k_norm, "eps": eps}
+            q, k = self.ops.rope(q, k, angles.cos, angles.sin, **norms)
+        elif self.q_norm is not None:
+            q, k = self.ops.rms_norm(q, self.q_norm, eps), self.ops.rms_norm(k, self.k_norm, eps)
+        return q, k, v
 
 
 class LatentAttention(nn.Module):

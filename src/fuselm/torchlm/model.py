@@ -66,6 +66,7 @@ class Transformer(nn.Module):
     ) -> None:
         super().__init__()
         self.config, self.dtype = config, dtype
+        self.logits_bytes: int | None = None  # what the loss may hold of logits in training; None: its own bound
         self.ops = public_ops.choose(config.impl, config.op_impl, device=str(device))
         self.embedding = nn.Parameter(torch.empty(config.vocab_size, config.width))
         learned = config.positions == "learned"
@@ -111,10 +112,11 @@ class Transformer(nn.Module):
     def loss(self, ids: Tensor, targets: Tensor, reduction: str = "mean") -> tuple[Tensor, Tensor]:
         """Cross-entropy of targets [B, T] (-100 is not counted), in fp32, and the balance loss, not yet weighted."""
         hidden, balance = self.hidden(ids)
-        cap = self.config.softcap
-        return self.ops.linear_cross_entropy(
-            hidden, self.head_weight, targets, softcap=cap, reduction=reduction
-        ), balance
+        cap, most = self.config.softcap, self.logits_bytes if self.training else None
+        loss = self.ops.linear_cross_entropy(
+            hidden, self.head_weight, targets, softcap=cap, reduction=reduction, max_bytes=most
+        )
+        return loss, balance
 
     @property
     def head_weight(self) -> Tensor:

@@ -33,7 +33,7 @@ from fuselm.torchlm.evaluate import Evaluation, evaluate
 from fuselm.torchlm.feed import Feed
 from fuselm.torchlm.graph import GraphedGradients, NotRecordable, check_device, has_graphs
 from fuselm.torchlm.log import Listener
-from fuselm.torchlm.memory import pick_micro_batch
+from fuselm.torchlm.memory import logits_bytes, pick_micro_batch
 from fuselm.torchlm.model import Transformer
 from fuselm.torchlm.precision import (
     DTYPES,
@@ -102,6 +102,7 @@ class Trainer:
         check_data(run.model, self.config, shards, self.tokenizer)
         torch.manual_seed(self.config.seed)  # of dropout, on every device
         self.model = Transformer(run.model, dtype=DTYPES[self.precision], device=self.device, seed=self.config.seed)
+        self.model.logits_bytes = logits_bytes(self.device)
         self.parameters = list(self.model.parameters())
         self.optimizer = _optimizer_for(self.model, self.config)
         self.scaler = LossScaler(enabled=self.precision == "fp16")

@@ -62,7 +62,7 @@ def rope(
 def _rope(
     q: Any, k: Any, cos: Any, sin: Any, positions: Any, q_weight: Any, k_weight: Any, options: _Options
 ) -> tuple[Any, Any]:
-    made = _forward(options, False, False)(q, k, cos, sin, *map(_or_absent, (positions, q_weight, k_weight)))
+    made = _forward(options, False, False)(q, k, cos, sin, *map(or_absent, (positions, q_weight, k_weight)))
     return made[:2]
 
 
@@ -70,7 +70,7 @@ def _vjp_forward(
     q: Any, k: Any, cos: Any, sin: Any, positions: Any, q_weight: Any, k_weight: Any, options: _Options
 ) -> tuple[Any, Any]:
     normed = q_weight is not None
-    given = (q, k, cos, sin, *map(_or_absent, (positions, q_weight, k_weight)))
+    given = (q, k, cos, sin, *map(or_absent, (positions, q_weight, k_weight)))
     q_out, k_out, *rstds = _forward(options, False, normed)(*given)
     kept = (q, k, *rstds) if normed else None
     return (q_out, k_out), (kept, cos, sin, positions, q_weight, k_weight)
@@ -80,10 +80,10 @@ def _vjp_backward(options: _Options, saved: Any, cotangents: Any) -> tuple[Any, 
     kept, cos, sin, positions, q_weight, k_weight = saved
     dq_out, dk_out = cotangents
     if kept is None:
-        dq, dk, *_ = _forward(options, True, False)(dq_out, dk_out, cos, sin, _or_absent(positions), absent(), absent())
+        dq, dk, *_ = _forward(options, True, False)(dq_out, dk_out, cos, sin, or_absent(positions), absent(), absent())
         return dq, dk, None, None, None, None, None
     dq, dk, dq_weight, dk_weight = _backward(options)(
-        dq_out, dk_out, *kept, cos, sin, _or_absent(positions), q_weight, k_weight
+        dq_out, dk_out, *kept, cos, sin, or_absent(positions), q_weight, k_weight
     )
     return dq, dk, None, None, None, dq_weight, dk_weight
 
@@ -91,7 +91,8 @@ def _vjp_backward(options: _Options, saved: Any, cotangents: Any) -> tuple[Any, 
 _rope.defvjp(_vjp_forward, _vjp_backward)
 
 
-def _or_absent(array: Any) -> Any:
+def or_absent(array: Any) -> Any:
+    """The array, or what stands for none."""
     return absent() if array is None else array
 
 
@@ -119,10 +120,10 @@ def _forward(options: _Options, inverse: bool, with_rstd: bool) -> Any:
         q, k, cos, sin, positions, *weights = tensors
         if any(mapped[2:4]) or any(mapped[5:]):
             return one_by_one(forward, size, mapped, tensors), (True,) * 4
-        together = _folded_positions(size, mapped[4], positions, q.shape[-4])
-        q, k = (_folded(in_front(size, is_mapped, x)) for is_mapped, x in zip(mapped[:2], (q, k), strict=True))
+        together = folded_positions(size, mapped[4], positions, q.shape[-4])
+        q, k = (folded(in_front(size, is_mapped, x)) for is_mapped, x in zip(mapped[:2], (q, k), strict=True))
         made = forward(q, k, cos, sin, together, *weights)
-        return _unfolded(size, made), (True, True, with_rstd, with_rstd)
+        return unfolded(size, made), (True, True, with_rstd, with_rstd)
 
     return once_differentiable("rope", forward)
 
@@ -146,23 +147,24 @@ def _backward(options: _Options) -> Any:
     return once_differentiable("rope", backward)
 
 
-def _folded(array: Any) -> Any:
+def folded(array: Any) -> Any:
     """The mapped axis and the batch as one."""
     return array.reshape(array.shape[0] * array.shape[1], *array.shape[2:])
 
 
-def _unfolded(size: int, arrays: tuple[Any, ...]) -> tuple[Any, ...]:
+def unfolded(size: int, arrays: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The mapped axis and the batch as two again; what is absent stays so."""
     return tuple(a if is_absent(a) else a.reshape(size, a.shape[0] // size, *a.shape[1:]) for a in arrays)
 
 
-def _folded_positions(size: int, is_mapped: bool, positions: Any, batch: int) -> Any:
+def folded_positions(size: int, is_mapped: bool, positions: Any, batch: int) -> Any:
     """Positions for a batch that a mapped axis was folded into: still [T] where all share them."""
     if is_absent(positions) or (not is_mapped and positions.ndim == 1):
         return positions
     positions = in_front(size, is_mapped, positions)  # [size, T] or [size, B, T]
     if positions.ndim == 2:
         positions = jnp.broadcast_to(positions[:, None], (size, batch, positions.shape[-1]))
-    return _folded(positions)
+    return folded(positions)
 
 
 # ---- jnp -----------------------------------------------------------------------------------------------------------
@@ -170,24 +172,24 @@ def _folded_positions(size: int, is_mapped: bool, positions: Any, batch: int) ->
 
 def _plain_forward(options: _Options, inverse: bool, *tensors: Any) -> tuple[Any, ...]:
     q, k, cos, sin, positions, *weights = tensors
-    cos, sin = _angles(q.shape[1], cos, sin, positions)
+    cos, sin = angles(q.shape[1], cos, sin, positions)
     turned, rstds = [], []
     for x, weight in zip((q, k), weights, strict=True):
         y, rstd = x.astype(jnp.float32), absent()
         if not is_absent(weight):
             rstd = jax.lax.rsqrt(jnp.mean(y * y, axis=-1) + options.eps)
             y = y * rstd[..., None] * weight.astype(jnp.float32)
-        turned.append(_turned(y, cos, -sin if inverse else sin, options.interleaved).astype(x.dtype))
+        turned.append(turned_pairs(y, cos, -sin if inverse else sin, options.interleaved).astype(x.dtype))
         rstds.append(rstd)
     return *turned, *rstds
 
 
 def _plain_backward(options: _Options, *tensors: Any) -> tuple[Any, ...]:
     dq_out, dk_out, q, k, q_rstd, k_rstd, cos, sin, positions, q_weight, k_weight = tensors
-    cos, sin = _angles(q.shape[1], cos, sin, positions)
+    cos, sin = angles(q.shape[1], cos, sin, positions)
     vectors, weights = [], []
     for dx_out, x, rstd, weight in ((dq_out, q, q_rstd, q_weight), (dk_out, k, k_rstd, k_weight)):
-        g = _turned(dx_out.astype(jnp.float32), cos, -sin, options.interleaved)
+        g = turned_pairs(dx_out.astype(jnp.float32), cos, -sin, options.interleaved)
         xhat = x.astype(jnp.float32) * rstd[..., None]
         weights.append(jnp.sum((g * xhat).reshape(-1, x.shape[-1]), axis=0).astype(weight.dtype))
         g = g * weight.astype(jnp.float32)
@@ -196,7 +198,7 @@ def _plain_backward(options: _Options, *tensors: Any) -> tuple[Any, ...]:
     return *vectors, *weights
 
 
-def _angles(tokens: int, cos: Any, sin: Any, positions: Any) -> tuple[Any, Any]:
+def angles(tokens: int, cos: Any, sin: Any, positions: Any) -> tuple[Any, Any]:
     """cos and sin of every token, one for all heads: [T, 1, H/2] or [B, T, 1, H/2]."""
     if is_absent(positions):
         return cos[:tokens, None], sin[:tokens, None]
@@ -210,7 +212,8 @@ def _angles(tokens: int, cos: Any, sin: Any, positions: Any) -> tuple[Any, Any]:
     return cos, sin
 
 
-def _turned(x: Any, cos: Any, sin: Any, interleaved: bool) -> Any:
+def turned_pairs(x: Any, cos: Any, sin: Any, interleaved: bool) -> Any:
+    """Heads with each pair turned by its angle."""
     if interleaved:
         a, b = x[..., 0::2], x[..., 1::2]
         return jnp.stack((a * cos - b * sin, b * cos + a * sin), axis=-1).reshape(x.shape)

@@ -25,6 +25,9 @@ IMPLS = ("auto", "fused", "torch")
 HERE = Path(__file__).parent
 NOT_OPS = ("__init__", "activations", "blocks", "choose", "cross_entropy_plain", "elementwise", "pieces", "weight_sum")
 
+# An op that is another one of views, in a pass less, is what that one is unless somebody says otherwise.
+GOES_WITH = {"rope_qkv": "rope"}
+
 
 @cache
 def torch_op_names() -> tuple[str, ...]:
@@ -57,7 +60,7 @@ def choose(impl: str = "auto", overrides: Mapping[str, str] | None = None, *, de
     for name in overrides:
         if name not in torch_op_names():
             raise ValueError(f"There is no op {name!r} to choose for; there are {', '.join(torch_op_names())}.")
-    chosen = {name: overrides.get(name, impl) for name in torch_op_names()}
+    chosen = {name: overrides.get(name, overrides.get(GOES_WITH.get(name, ""), impl)) for name in torch_op_names()}
     if "fused" in chosen.values():
         _need_kernels(device)
     functions = {name: _function(name, one) for name, one in chosen.items()}
