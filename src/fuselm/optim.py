@@ -11,7 +11,8 @@ Knows torch and fuselm.ops, no model and no schedule. State dicts go from torch'
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ class AdamW(torch.optim.Optimizer):
     """AdamW in one call of `fuselm.ops.adamw` for all groups of a device, with torch's arguments, state and groups.
 
     States are fp32 for bf16 and fp16 parameters (torch keeps those in 16 bits), else of the parameter's dtype. With
-    `master_weights` each 16-bit parameter also has an fp32 twin, made of it at its first step and kept in the state:
+    `master_weights` each 16-bit parameter also has an fp32 master, made of it at its first step and kept in the state:
     steps too small for 16 bits add up there. It is an option of a group, as the others are; whoever writes over such a
     parameter later must drop its "master". A learning rate that is a 0-dim tensor on the parameters' device can be
     changed without a host synchronisation. `impl` is as in `ops.choose`: "torch" is for comparing. `foreach` and
@@ -40,6 +41,7 @@ class AdamW(torch.optim.Optimizer):
     """
 
     _compiled: Any = None  # what `compile` has made; not part of a copy or a state
+    _narrowed: Mapping[Tensor, _Narrow] = MappingProxyType({})  # by parameter; neither are these
     _counted: tuple[dict[str, Any], ...] = ()  # the states that the last step has counted
     impl = "auto"
 
@@ -92,6 +94,46 @@ class AdamW(torch.optim.Optimizer):
                 f"AdamW is for real parameters; got one of {', '.join(kinds)}. Train its torch.view_as_real instead."
             )
 
+    def narrow(self, param: Tensor, dtype: torch.dtype) -> Tensor:
+        """A copy of an fp32 parameter in 16 bits, to compute with in its place: `master_weights` the other way round.
+
+        The copy is a leaf. Its gradient is the parameter's from now on, and a step writes both: so nobody casts weights
+        before each use, nor gradients after it. Asked again it is the same one. Whoever writes over the parameter
+        otherwise calls `refresh`. A parameter that has a copy and a gradient of its own is refused at the next step.
+        """
+        if param.dtype != torch.float32 or dtype not in (torch.bfloat16, torch.float16):
+            raise ValueError(
+                f"AdamW.narrow makes 16-bit copies of fp32 parameters; got {param.dtype} and {dtype}. Use bfloat16, or "
+                f"compute with the parameter."
+            )
+        if all(param is not ours for group in self.param_groups for ours in group["params"]):
+            raise ValueError(
+                f"AdamW.narrow is for parameters that it steps; got another one, of shape {list(param.shape)}. Add it "
+                f"to a group first."
+            )
+        if param in self._narrowed and self._narrowed[param].tensor.dtype == dtype:
+            return self._narrowed[param].tensor
+        copy = param.detach().to(dtype, memory_format=torch.preserve_format).requires_grad_()
+        self._narrowed = {**self._narrowed, param: _Narrow(copy, param._version)}
+        return copy
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Write narrow copies anew whose parameters somebody else has written over, as whoever loads weights does."""
+        for param, narrow in self._narrowed.items():
+            if param._version != narrow.version:
+                narrow.tensor.copy_(param)
+                narrow.version = param._version
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's; the gradients of narrow copies too."""
+        super().zero_grad(set_to_none)
+        for narrow in self._narrowed.values():
+            if set_to_none:
+                narrow.tensor.grad = None
+            elif narrow.tensor.grad is not None:
+                narrow.tensor.grad.zero_()
+
     def step(self, closure: Any = None, *, grad_scale: Tensor | None = None, skip: Tensor | None = None) -> Any:
         """One step with the gradients there are, each times `grad_scale`; the closure's loss, if there is a closure.
 
@@ -107,12 +149,14 @@ class AdamW(torch.optim.Optimizer):
         together: dict[Any, _Taken] = {}
         for index, group in enumerate(self.param_groups):
             for param in group["params"]:
-                if param.grad is not None:
+                narrow = self._narrowed.get(param) if self._narrowed else None
+                grad = param.grad if narrow is None else narrow.gradient(param)
+                if grad is not None:
                     # Parameters that were without a gradient now and then have taken fewer steps than others.
-                    number = int(self._state_of(param, group["master_weights"])["step"].item()) + 1
+                    number = int(self._state_of(param, grad, group["master_weights"])["step"].item()) + 1
                     # A compiled graph has one set of options; the kernel has many.
                     key = (param.device, index, number) if self._compiled else param.device
-                    together.setdefault(key, _Taken()).add(param, number, group)
+                    together.setdefault(key, _Taken()).add(param, narrow, grad, number, group)
         for taken in together.values():
             self._step_taken(taken, grad_scale, skip)
         return loss
@@ -132,10 +176,11 @@ class AdamW(torch.optim.Optimizer):
             )
         states = [self.state[param] for param in taken.params]
         none = torch.empty(0, device=device)
-        masters = [state.get("master", none) for state in states]
+        rows = list(zip(taken.params, taken.narrowed, states, strict=True))
+        masters = [state.get("master", none) if narrow is None else param for param, narrow, state in rows]
         (self._compiled or _op(self.impl))(
-            taken.params,
-            [param.grad for param in taken.params],
+            [param if narrow is None else narrow.tensor for param, narrow, _ in rows],
+            taken.grads,
             [state["exp_avg"] for state in states],
             [state["exp_avg_sq"] for state in states],
             masters=masters if any(master is not none for master in masters) else None,
@@ -143,14 +188,16 @@ class AdamW(torch.optim.Optimizer):
             skip=skip,
             **(taken.options if self._compiled is None else taken.as_tensors()),
         )
+        for param, narrow, _ in rows:
+            if narrow is not None:
+                narrow.version = param._version
         torch._foreach_add_([state["step"] for state in states], 1)
         self._counted += tuple(states)
 
-    def _state_of(self, param: Tensor, master: bool) -> dict[str, Any]:
-        assert param.grad is not None
-        if param.grad.layout != torch.strided:
+    def _state_of(self, param: Tensor, grad: Tensor, master: bool) -> dict[str, Any]:
+        if grad.layout != torch.strided:
             raise RuntimeError(
-                f"AdamW updates every element and takes dense gradients; got one with layout {param.grad.layout}. "
+                f"AdamW updates every element and takes dense gradients; got one with layout {grad.layout}. "
                 f"Use an embedding with sparse=False, or torch.optim.SparseAdam."
             )
         state = self.state[param]
@@ -205,15 +252,35 @@ def _op(impl: str) -> Any:
     return ops.adamw if impl == "auto" else ops.choose(impl).adamw
 
 
+class _Narrow:
+    """A parameter in 16 bits, and which version of the parameter it is."""
+
+    def __init__(self, tensor: Tensor, version: int) -> None:
+        self.tensor, self.version = tensor, version
+
+    def gradient(self, param: Tensor) -> Tensor | None:
+        """The one to step by."""
+        if param.grad is not None:
+            raise RuntimeError(
+                f"AdamW steps a parameter that has a narrow copy by the copy's gradient; got one of its own, of shape "
+                f"{list(param.shape)}. Compute with the copy alone."
+            )
+        return self.tensor.grad
+
+
 class _Taken:
     """The parameters of a device that take a step, and the options of each."""
 
     def __init__(self) -> None:
         self.params: list[Tensor] = []
+        self.narrowed: list[_Narrow | None] = []
+        self.grads: list[Tensor] = []
         self.options: dict[str, list[Any]] = {name: [] for name in ("step", "lr", "betas", "eps", "weight_decay")}
 
-    def add(self, param: Tensor, number: int, group: dict[str, Any]) -> None:
+    def add(self, param: Tensor, narrow: _Narrow | None, grad: Tensor, number: int, group: dict[str, Any]) -> None:
         self.params.append(param)
+        self.narrowed.append(narrow)
+        self.grads.append(grad)
         self.options["step"].append(number)
         self.options["betas"].append(tuple(group["betas"]))  # a list, once it has been through JSON
         for name in ("lr", "eps", "weight_decay"):

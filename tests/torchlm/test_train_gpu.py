@@ -123,11 +123,12 @@ def test_an_overflow_in_fp16_skips_the_step_and_halves_the_scale(data: Path, tmp
 # --- determinism -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("micro_batch", [16, 32])  # 32: in one part, and so by 16-bit twins of weights
 @pytest.mark.parametrize("model", [{"dropout": 0.1}, MOE, {"attention_path": "written", "norm": "layer"}])
 def test_a_deterministic_run_again_and_resumed_has_the_same_bits(
-    model: dict[str, Any], data: Path, tmp_path: Path
+    model: dict[str, Any], micro_batch: int, data: Path, tmp_path: Path
 ) -> None:
-    options: dict[str, Any] = {"precision": "bf16", "deterministic": True, "micro_batch": 16}
+    options: dict[str, Any] = {"precision": "bf16", "deterministic": True, "micro_batch": micro_batch}
     runs = []
     for name in ("first", "second"):
         trainer, _ = on_gpu(tmp_path / name, data, model, **options)
@@ -148,6 +149,7 @@ def test_a_deterministic_run_again_and_resumed_has_the_same_bits(
 # --- CUDA graphs -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("micro_batch", [16, 32])
 @pytest.mark.parametrize(
     ("precision", "model"),
     [
@@ -160,9 +162,9 @@ def test_a_deterministic_run_again_and_resumed_has_the_same_bits(
     ids=["dropout", "fp16", "layer-norm", "experts", "latent"],
 )
 def test_a_graphed_run_again_and_resumed_has_the_bits_of_an_eager_one(
-    precision: str, model: dict[str, Any], data: Path, tmp_path: Path
+    precision: str, model: dict[str, Any], micro_batch: int, data: Path, tmp_path: Path
 ) -> None:
-    options: dict[str, Any] = {"precision": precision, "deterministic": True, "micro_batch": 16}
+    options: dict[str, Any] = {"precision": precision, "deterministic": True, "micro_batch": micro_batch}
     eager, _ = on_gpu(tmp_path / "eager", data, model, **options)
     eager.train()
     graphed, _ = on_gpu(tmp_path / "graphed", data, model, cuda_graph=True, **options)

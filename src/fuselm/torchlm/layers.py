@@ -1,11 +1,13 @@
 """The two small modules of which the rest is made: a linear layer and a norm.
 
 Weights are fp32, the master copy that the optimiser changes; each is cast to the dtype of what flows through when it is
-used, so bf16 and fp16 need no autocast and no second set of weights.
+used, so bf16 and fp16 need no autocast and no second set of weights. Training may have one all the same: narrow copies
+in that dtype, which AdamW writes with the masters, so that nothing is cast, and no gradient either (`narrow`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,17 +18,47 @@ from fuselm.config import ModelConfig
 from fuselm.ops import Ops
 
 
-class Linear(nn.Module):
-    """y = x @ weight.T + bias, in x's dtype. Weights are set by Transformer's initialisation."""
+class Casting(nn.Module):
+    """A module with weights that are cast when they are used: those of `casts`, by name."""
 
-    def __init__(self, inputs: int, outputs: int, bias: bool = False) -> None:
+    casts: tuple[str, ...] = ()
+
+    def __init__(self) -> None:
         super().__init__()
+        self.narrowed: dict[str, Tensor] = {}
+
+    def used(self, name: str, dtype: torch.dtype) -> Tensor:
+        """The weight in the dtype of what flows through: its narrow copy if it has one, else itself, cast."""
+        copy = self.narrowed.get(name)
+        weight: Tensor = getattr(self, name)
+        return weight.to(dtype) if copy is None or copy.dtype != dtype else copy
+
+
+class Linear(Casting):
+    """y = x @ weight.T + bias, in x's dtype. Weights are set by Transformer's initialisation.
+
+    Without `casts` its weight has no narrow copy: what flows through is fp32, or somebody else uses the weight.
+    """
+
+    def __init__(self, inputs: int, outputs: int, bias: bool = False, *, casts: bool = True) -> None:
+        super().__init__()
+        self.casts = ("weight",) if casts else ()
         self.weight = nn.Parameter(torch.empty(outputs, inputs))
         self.bias = nn.Parameter(torch.zeros(outputs)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         bias = None if self.bias is None else self.bias.to(x.dtype)
-        return F.linear(x, self.weight.to(x.dtype), bias)
+        return F.linear(x, self.used("weight", x.dtype), bias)
+
+
+def narrow(model: nn.Module, copy_of: Callable[[nn.Parameter], Tensor]) -> dict[nn.Parameter, Tensor]:
+    """Have a narrow copy used in the place of each weight that is cast; returns the copies by parameter."""
+    copies: dict[nn.Parameter, Tensor] = {}
+    for module in model.modules():
+        if isinstance(module, Casting):
+            module.narrowed = {name: copy_of(getattr(module, name)) for name in module.casts}
+            copies |= {getattr(module, name): copy for name, copy in module.narrowed.items()}
+    return copies
 
 
 class Norm(nn.Module):

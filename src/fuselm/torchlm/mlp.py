@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from fuselm.config import ModelConfig
 from fuselm.ops import Ops
-from fuselm.torchlm.layers import Linear
+from fuselm.torchlm.layers import Casting, Linear
 
 
 def activation(config: ModelConfig, ops: Ops) -> Callable[[Tensor], Tensor]:
@@ -63,7 +63,7 @@ def route(logits: Tensor, experts_per_token: int, ops: Ops) -> Routing:
     return Routing(experts, weights, count * (shares * probabilities.mean(0)).sum())
 
 
-class MoE(nn.Module):
+class MoE(Casting):
     """E experts, each an MLP; a token visits k of them, and no token is ever dropped.
 
     Visits are sorted by expert, so each expert's tokens are neighbours and one grouped matmul does all experts; how
@@ -71,13 +71,15 @@ class MoE(nn.Module):
     waits.)
     """
 
+    casts = ("up", "down")
+
     def __init__(self, config: ModelConfig, ops: Ops) -> None:
         super().__init__()
         self.config, self.ops = config, ops
         self.activation = activation(config, ops)
         experts, width, hidden = config.num_experts, config.width, config.ffn_width
         packed = hidden * (2 if config.gated else 1)
-        self.router = Linear(width, experts)
+        self.router = Linear(width, experts, casts=False)  # in fp32
         self.up = nn.Parameter(torch.empty(experts, width, packed))  # [E, D, F]: as the grouped matmul wants it
         self.down = nn.Parameter(torch.empty(experts, hidden, width))  # [E, F, D]
         self.up_bias = nn.Parameter(torch.zeros(experts, packed)) if config.bias else None
@@ -100,8 +102,9 @@ class MoE(nn.Module):
         # Repeated first, permuted then: a permutation's gradient is a permutation, and adds nothing up in any order.
         rows = tokens.repeat_interleave(k, dim=0)[order]  # [M k, D], sorted by expert
         which = sizes[order].to(rows.dtype) if self.up_bias is not None else None
-        hidden = self.activation(_grouped(rows, self.up, ends, which, self.up_bias))
-        out = _grouped(hidden, self.down, ends, which, self.down_bias)[back]  # [M k, D], sorted by token
+        up, down = self.used("up", rows.dtype), self.used("down", rows.dtype)
+        hidden = self.activation(_grouped(rows, up, ends, which, self.up_bias))
+        out = _grouped(hidden, down, ends, which, self.down_bias)[back]  # [M k, D], sorted by token
         weighted = self.ops.mul(out.view(-1, k, out.shape[-1]), routing.weights.to(out.dtype)[..., None])  # [M, k, D]
         y: Tensor = weighted.sum(1)  # [M, D]
         return y
@@ -109,6 +112,6 @@ class MoE(nn.Module):
 
 def _grouped(x: Tensor, weight: Tensor, ends: Tensor, which: Tensor | None, bias: Tensor | None) -> Tensor:
     """Rows up to ends[0] times weight[0], the next up to ends[1] times weight[1], and so on, plus each one's bias."""
-    y: Any = F.grouped_mm(x, weight.to(x.dtype), offs=ends)
+    y: Any = F.grouped_mm(x, weight, offs=ends)
     # A matmul rather than a look-up: its gradient has no atomics.
     return y if which is None or bias is None else y + which @ bias.to(x.dtype)

@@ -73,7 +73,7 @@ class Transformer(nn.Module):
         self.positions = nn.Parameter(torch.empty(config.context, config.width)) if learned else None
         self.layers = nn.ModuleList(Block(config, self.ops) for _ in range(config.num_layers))
         self.norm = Norm(config, self.ops)
-        self.head = None if config.tied else Linear(config.width, config.vocab_size)
+        self.head = None if config.tied else Linear(config.width, config.vocab_size, casts=False)
         if not learned:
             turned = config.rope_head_dim or config.head_width
             angles = rope_tables(config.context, turned, config.rope_theta)

@@ -32,6 +32,7 @@ from fuselm.text.tokenizer import Tokenizer
 from fuselm.torchlm.evaluate import Evaluation, evaluate
 from fuselm.torchlm.feed import Feed
 from fuselm.torchlm.graph import GraphedGradients, NotRecordable, check_device, has_graphs
+from fuselm.torchlm.layers import narrow
 from fuselm.torchlm.log import Listener
 from fuselm.torchlm.memory import logits_bytes, pick_micro_batch
 from fuselm.torchlm.model import Transformer
@@ -130,6 +131,7 @@ class Trainer:
             self.optimizer.compile()
         name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else ""
         self.peak = cost.peak(name, self.precision)
+        self._leaves: list[torch.Tensor] = []  # what gradients are of; found out at the first step
         self._graphed: GraphedGradients | None = None
         self._eager = not (self.config.cuda_graph and has_graphs(self.device))
         self._stopping = False
@@ -212,13 +214,15 @@ class Trainer:
     def _gradients(self) -> Found:
         """Those of the next batch, launched one by one or as a graph."""
         batches, scale = list(self.feed.next(self.micro_batch)), self.scaler.scale
+        leaves = self._leaves = self._leaves or self._narrow()
+        self.optimizer.refresh()  # should somebody have written over weights
         fixed: dict[str, Any] = {
             "parts": self.config.batch_size // self.micro_batch,
             "balance_weight": self.run.model.balance_weight if self.run.model.num_experts else 0.0,
             "norm": self.model.ops.global_norm,
         }
         if not self._eager:
-            self._graphed = self._graphed or GraphedGradients(self.loss, self.parameters, **fixed)
+            self._graphed = self._graphed or GraphedGradients(self.loss, leaves, **fixed)
             try:
                 return self._graphed(batches, scale)
             except NotRecordable as error:
@@ -227,7 +231,18 @@ class Trainer:
                 # Begun where this could be recorded, and as good without: what it has learnt is not to be lost.
                 warnings.warn(f"{error} This run goes on without one.", RuntimeWarning, stacklevel=2)
                 self._graphed, self._eager = None, True
-        return gradients(self.loss, self.parameters, batches, scale=scale, **fixed)
+        return gradients(self.loss, leaves, batches, scale=scale, **fixed)
+
+    def _narrow(self) -> list[torch.Tensor]:
+        """The parameters, but of those that are cast at each use 16-bit copies, which AdamW writes with them.
+
+        A batch in several parts adds its gradients up in what they are of: then they are of fp32 weights.
+        """
+        dtype, whole = DTYPES[self.precision], self.micro_batch == self.config.batch_size
+        if dtype == torch.float32 or not whole:
+            return list(self.parameters)
+        copies = narrow(self.model, lambda parameter: self.optimizer.narrow(parameter, dtype))
+        return [copies.get(parameter, parameter) for parameter in self.parameters]
 
     def _limit(self) -> float:
         """The loss above which a step counts as a spike and is not made."""
