@@ -65,6 +65,18 @@ def test_a_skipped_step_leaves_a_parameter_and_its_twin() -> None:
     assert not torch.equal(copies[0], before[len(params)])
 
 
+def test_a_skipped_step_does_not_hide_that_somebody_has_written_over_a_parameter() -> None:
+    params, optimizer, copies = narrowed()
+    with torch.no_grad():
+        params[0].mul_(3.0)
+    give(params, copies, 0)
+    optimizer.step(skip=torch.tensor(True))
+    optimizer.refresh()
+    assert torch.equal(copies[0], params[0].to(BF16))
+    optimizer.step()  # and one that is made writes what it has made
+    assert torch.equal(copies[0], params[0].to(BF16))
+
+
 def test_what_had_no_gradient_takes_no_step() -> None:
     params, optimizer, copies = narrowed()
     give(params, copies, 0)
@@ -164,12 +176,16 @@ def test_twins_in_16_bits_of_fp32_are_all_there_are(param: torch.dtype, dtype: t
         AdamW([one]).narrow(one, dtype)
 
 
-def test_a_parameter_has_one_copy_of_a_dtype() -> None:
+def test_a_parameter_has_one_copy_which_is_up_to_date_when_it_is_asked_for() -> None:
     one = Parameter(torch.ones(4))
     optimizer = AdamW([one])
     first = optimizer.narrow(one, BF16)
+    with torch.no_grad():
+        one.mul_(3.0)
     assert optimizer.narrow(one, BF16) is first
-    assert optimizer.narrow(one, F16).dtype == F16
+    assert torch.equal(first, one.to(BF16))
+    with pytest.raises(ValueError, match=r"makes one copy of a parameter; got torch.float16 beside torch.bfloat16\. "):
+        optimizer.narrow(one, F16)
 
 
 def test_a_parameter_of_nobody_has_no_twin() -> None:

@@ -97,9 +97,10 @@ class AdamW(torch.optim.Optimizer):
     def narrow(self, param: Tensor, dtype: torch.dtype) -> Tensor:
         """A copy of an fp32 parameter in 16 bits, to compute with in its place: `master_weights` the other way round.
 
-        The copy is a leaf. Its gradient is the parameter's from now on, and a step writes both: so nobody casts weights
-        before each use, nor gradients after it. Asked again it is the same one. Whoever writes over the parameter
-        otherwise calls `refresh`. A parameter that has a copy and a gradient of its own is refused at the next step.
+        The copy is a leaf. A step takes its gradient for the parameter's and writes both: nobody casts weights before
+        each use, nor gradients after it. Asked again it is the same one. A parameter that has a copy and a gradient of
+        its own is refused at the next step. Whoever writes over the parameter otherwise calls `refresh`. torch's
+        `clip_grad_norm_` and `GradScaler` know parameters alone: clip and scale by `grad_scale`.
         """
         if param.dtype != torch.float32 or dtype not in (torch.bfloat16, torch.float16):
             raise ValueError(
@@ -111,17 +112,26 @@ class AdamW(torch.optim.Optimizer):
                 f"AdamW.narrow is for parameters that it steps; got another one, of shape {list(param.shape)}. Add it "
                 f"to a group first."
             )
-        if param in self._narrowed and self._narrowed[param].tensor.dtype == dtype:
-            return self._narrowed[param].tensor
+        if (known := self._narrowed.get(param)) is not None:
+            if known.tensor.dtype != dtype:
+                raise ValueError(
+                    f"AdamW.narrow makes one copy of a parameter; got {dtype} beside {known.tensor.dtype}. Compute "
+                    f"with the one there is."
+                )
+            self.refresh()
+            return known.tensor
         copy = param.detach().to(dtype, memory_format=torch.preserve_format).requires_grad_()
         self._narrowed = {**self._narrowed, param: _Narrow(copy, param._version)}
         return copy
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Write narrow copies anew whose parameters somebody else has written over, as whoever loads weights does."""
+        """Write narrow copies anew whose parameters somebody else has written over, as whoever loads weights does.
+
+        Known by the parameter's version, which torch counts: not for what is written by way of `param.data`.
+        """
         for param, narrow in self._narrowed.items():
-            if param._version != narrow.version:
+            if not narrow.is_of(param):
                 narrow.tensor.copy_(param)
                 narrow.version = param._version
 
@@ -178,6 +188,8 @@ class AdamW(torch.optim.Optimizer):
         none = torch.empty(0, device=device)
         rows = list(zip(taken.params, taken.narrowed, states, strict=True))
         masters = [state.get("master", none) if narrow is None else param for param, narrow, state in rows]
+        # A step that is skipped writes nothing: a copy that was stale before it stays so, and is known to be.
+        fresh = [(param, narrow) for param, narrow, _ in rows if narrow is not None and narrow.is_of(param)]
         (self._compiled or _op(self.impl))(
             [param if narrow is None else narrow.tensor for param, narrow, _ in rows],
             taken.grads,
@@ -188,9 +200,8 @@ class AdamW(torch.optim.Optimizer):
             skip=skip,
             **(taken.options if self._compiled is None else taken.as_tensors()),
         )
-        for param, narrow, _ in rows:
-            if narrow is not None:
-                narrow.version = param._version
+        for param, narrow in fresh:
+            narrow.version = param._version
         torch._foreach_add_([state["step"] for state in states], 1)
         self._counted += tuple(states)
 
@@ -257,6 +268,10 @@ class _Narrow:
 
     def __init__(self, tensor: Tensor, version: int) -> None:
         self.tensor, self.version = tensor, version
+
+    def is_of(self, param: Tensor) -> bool:
+        """Whether nobody has written over the parameter since."""
+        return self.version == param._version
 
     def gradient(self, param: Tensor) -> Tensor | None:
         """The one to step by."""

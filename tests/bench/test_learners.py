@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 import weakref
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -180,6 +181,23 @@ def test_context_and_kernels_are_there_before_the_clock_runs(
     monkeypatch.setattr(learners, "make_ready", lambda learner, device: said.append(f"{learner.title} on {device}"))
     run("fused", task("tiny", data), tmp_path)
     assert said[:2] == ["fuselm on cpu", "clock"]
+
+
+def test_a_process_knows_whether_its_code_was_on_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._dynamo import utils
+
+    for counts, found in (
+        ({}, False),
+        ({("inductor", "fxgraph_cache_hit"): 2}, True),
+        ({("aot_autograd", "autograd_cache_hit"): 1}, True),
+        ({("inductor", "fxgraph_cache_hit"): 2, ("inductor", "fxgraph_cache_miss"): 1}, False),
+        ({("aot_autograd", "autograd_cache_hit"): 1, ("inductor", "fxgraph_cache_bypass"): 1}, False),
+    ):
+        counters: defaultdict[str, Counter[str]] = defaultdict(Counter)
+        for (part, name), count in counts.items():
+            counters[part][name] = count
+        monkeypatch.setattr(utils, "counters", counters)
+        assert learners.was_compiled() is found
 
 
 def test_kernels_are_built_for_those_who_have_some(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -78,7 +78,8 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
         asked.append((task.preset, learner))
         if learner == "fused-deterministic":
             raise learning.LearnerFailed("lost")
-        return {"preset": task.preset, "learner": learner, "step_ms": len(asked), "losses": [4.0] * 20}
+        made = {"preset": task.preset, "learner": learner, "steps": task.steps}
+        return {**made, "step_ms": len(asked), "losses": [4.0] * 20}
 
     monkeypatch.setattr(bench, "PRESETS", ("tinystories",))
     monkeypatch.setattr(bench.learning, "child", child)
@@ -90,7 +91,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
 
 def test_rows_are_kept_one_by_one_and_in_order(tmp_path: Path, asked: list[tuple[str, str]]) -> None:
     out = tmp_path / "train.json"
-    old = {"preset": "tinystories", "learner": "fused-deterministic", "step_ms": 7, "date": "2026-01-01"}
+    old = {"preset": "tinystories", "learner": "fused-deterministic", "steps": 500, "step_ms": 7, "date": "2026-01-01"}
     kept = {"speed": [old], "resume": "as it was", "measured": {"resume": "2026-01-01"}}
     out.write_text(json.dumps(kept))
     for only, code in (("tinystories", 1), ("tinystories plain-compile", 0)):
@@ -128,6 +129,29 @@ def test_the_rest_is_what_is_not_of_these_sources(
     assert "fused-deterministic" in found[0]
     assert found[1] == ["fused-deterministic"]  # of which there is no row
     assert found[2] == found[0]
+
+
+def test_rows_of_other_steps_are_neither_kept_nor_taken_for_done(
+    tmp_path: Path, asked: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench, "sources", lambda: "the same")
+    out = tmp_path / "train.json"
+    for steps in ("500", "40"):
+        with pytest.raises(SystemExit):
+            bench.main(
+                ["--out", str(out), "--part", "speed", "--rest", "--only", "tinystories torch", "--steps", steps]
+            )
+        assert {(row["learner"], row["steps"]) for row in json.loads(out.read_text())["speed"]} == {
+            (learner, int(steps)) for learner in ("torch", "torch-compile")
+        }
+    assert len(asked) == 4
+
+
+@pytest.mark.parametrize("steps", ["19", "0"])
+def test_too_few_steps_for_a_curve_are_refused(steps: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        bench.main(["--part", "speed", "--steps", steps])
+    assert f"--steps is 20 or more; got {steps}" in capsys.readouterr().err
 
 
 def test_no_row_begins_when_time_is_up(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +134,35 @@ def test_weights_that_are_loaded_into_a_run_under_way_are_used(data: Path, tmp_p
     for name, copy in copies(trainer).items():
         assert torch.equal(copy, weights[name].to(torch.bfloat16))
     assert_same_arrays(weight_arrays(trainer.model), weight_arrays(other.model))
+
+
+def test_weights_that_are_loaded_are_evaluated_and_sampled_at_once(data: Path, tmp_path: Path) -> None:
+    trainer, _ = begin(tmp_path / "run", data, train=BF16)
+    for _ in range(3):
+        trainer.advance()
+    other, _ = begin(tmp_path / "other", data, train={**BF16, "seed": 8})
+    load_weights(trainer.model, weight_arrays(other.model))
+    assert trainer.evaluation().loss == other.evaluation().loss
+    assert trainer.texts(2, 20, seed=1) == other.texts(2, 20, seed=1)
+
+
+def test_a_copied_model_is_the_one_that_its_weights_say(data: Path, tmp_path: Path) -> None:
+    trainer, _ = begin(tmp_path / "run", data, train=BF16)
+    trainer.advance()
+    copied, (other, _) = deepcopy(trainer.model), begin(tmp_path / "other", data, train={**BF16, "seed": 8})
+    load_weights(copied, weight_arrays(other.model))
+    ids = torch.arange(8)[None]
+    assert torch.equal(copied(ids), other.model(ids))
+    assert copies(trainer)  # which it has kept
+
+
+def test_a_gradient_from_before_the_first_step_counts_for_nothing(data: Path, tmp_path: Path) -> None:
+    (trainer, told), (plain, also_told) = (begin(tmp_path / name, data, train=BF16) for name in ("one", "other"))
+    ids = torch.arange(8).view(1, 8)
+    trainer.model.loss(ids, ids)[0].backward()
+    for one in (trainer, plain):
+        one.train()
+    assert losses(told) == losses(also_told)
 
 
 @pytest.mark.filterwarnings("default")  # the compiler's own

@@ -131,7 +131,17 @@ def run(name: str, task: Task, folder: Path, on_steps: Callable[[int], object] =
         if task.profile:
             found |= _profile(one)
     facts = {"precision": trainer.precision, "micro_batch": one.micro_batch, "mfu": _mfu(trainer, found)}
+    facts |= {"found_compiled": True} if learner.compile and was_compiled() else {}
     return {"preset": task.preset, "learner": name, **facts, **found}
+
+
+def was_compiled() -> bool:
+    """Whether torch.compile has found on disk whatever this process wanted of it."""
+    from torch._dynamo.utils import counters
+
+    code, whole = counters["inductor"], counters["aot_autograd"]
+    made = code["fxgraph_cache_miss"] + code["fxgraph_cache_bypass"]
+    return not made and bool(code["fxgraph_cache_hit"] + whole["autograd_cache_hit"])
 
 
 def make_ready(learner: Learner, device: torch.device) -> None:

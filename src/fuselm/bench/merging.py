@@ -91,7 +91,8 @@ def still_true(old: Record | None, gpu: str, sources: Sources) -> Record:
     if old is None or old.get("gpu") != gpu or "origins" not in old:
         return record
     for about, of in (("tests", sources.of_tests), ("rows", sources.of), ("sanitizer", sources.of)):
-        origins = {op: origin for op, origin in old["origins"].get(about, {}).items() if op in (*sources.needs, NO_OP)}
+        there = (*sources.needs, NO_OP) if about == "tests" else sources.needs
+        origins = {op: origin for op, origin in old["origins"].get(about, {}).items() if op in there}
         record["origins"][about] = {op: origin for op, origin in origins.items() if origin["sources"] == of(op)}
     measured, sanitized = record["origins"]["rows"], record["origins"]["sanitizer"]
     for table in (*TABLES, "notes"):

@@ -73,7 +73,8 @@ def sources() -> str:
 def wanted(kept: Sequence[Row], plan: Plan, ask: Ask) -> list[tuple[str, str]]:
     """The rows to measure."""
     here = sources()
-    done = {(row["preset"], row["learner"]) for row in kept if ask.rest and row.get("sources") == here}
+    same = [row for row in kept if row.get("sources") == here and row.get("steps") == plan.steps]
+    done = {(row["preset"], row["learner"]) for row in same if ask.rest}
     return [name for name in rows_with(ask.only, plan) if name not in done]
 
 
@@ -107,8 +108,12 @@ def _short(row: Row) -> Row:
 
 
 def merged(rows: Sequence[Row], new: Row, plan: Plan) -> list[Row]:
-    """Rows with a new one in the place of the one of its name, in the order in which they are measured."""
-    found = {(row["preset"], row["learner"]): row for row in (*rows, new)}
+    """Rows with a new one in the place of the one of its name, in the order in which they are measured.
+
+    Those of its preset with other steps go: curves of other lengths cannot be compared.
+    """
+    alike = [row for row in rows if row["preset"] != new["preset"] or row.get("steps") == new.get("steps")]
+    found = {(row["preset"], row["learner"]): row for row in (*alike, new)}
     return [found[name] for name in rows_with("", plan) if name in found]
 
 

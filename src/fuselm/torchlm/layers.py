@@ -2,7 +2,7 @@
 
 Weights are fp32, the master copy that the optimiser changes; each is cast to the dtype of what flows through when it is
 used, so bf16 and fp16 need no autocast and no second set of weights. Training may have one all the same: narrow copies
-in that dtype, which AdamW writes with the masters, so that nothing is cast, and no gradient either (`narrow`).
+in that dtype, which AdamW writes with the masters, so that no matrix is cast, and no gradient of one (`narrow`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fuselm.ops import Ops
 
 
 class Casting(nn.Module):
-    """A module with weights that are cast when they are used: those of `casts`, by name."""
+    """A module with matrices that are cast when they are used: those of `casts`, by name."""
 
     casts: tuple[str, ...] = ()
 
@@ -28,10 +28,17 @@ class Casting(nn.Module):
         self.narrowed: dict[str, Tensor] = {}
 
     def used(self, name: str, dtype: torch.dtype) -> Tensor:
-        """The weight in the dtype of what flows through: its narrow copy if it has one, else itself, cast."""
-        copy = self.narrowed.get(name)
+        """The weight in the dtype of what flows through: in training its narrow copy if it has one, else itself, cast.
+
+        The bits are the same. In evaluation a copy might be of other weights than were loaded since the last step.
+        """
+        copy = self.narrowed.get(name) if self.training else None
         weight: Tensor = getattr(self, name)
         return weight.to(dtype) if copy is None or copy.dtype != dtype else copy
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without narrow copies: no optimiser writes those of a copied or saved module."""
+        return {**self.__dict__, "narrowed": {}}
 
 
 class Linear(Casting):

@@ -49,7 +49,7 @@ class Found:
 
     def __init__(self, loss: Tensor, balance: Tensor, scaled_norm: Tensor, scale: float) -> None:
         self.loss, self.scale = loss, scale
-        self.norm = scaled_norm / scale  # 0-dim fp32
+        self.norm = scaled_norm if scale == 1.0 else scaled_norm / scale  # 0-dim fp32
         numbers = torch.stack([loss, balance, self.norm])  # [3]
         self._arrived: torch.cuda.Event | None = None
         if numbers.is_cuda:
@@ -62,7 +62,8 @@ class Found:
 
     def is_bad(self, limit: float) -> Tensor:
         """Whether the step must not be made: a 0-dim bool tensor on the device."""
-        return ~(torch.isfinite(self.norm) & (self.loss <= limit))  # NaN and inf are not <= anything finite
+        # NaN is less than nothing. (isfinite is four launches, and a norm is never below 0.)
+        return ~((self.norm < math.inf) & (self.loss <= limit))
 
     def outcome(self) -> Outcome:
         """The numbers, as soon as they are there."""
@@ -113,7 +114,11 @@ def accumulate(
         losses.append(value.detach())
         balances.append(balance.detach())
     length = norm([parameter.grad for parameter in parameters if parameter.grad is not None])
-    return Sums(torch.stack(losses).mean(), torch.stack(balances).mean(), length)
+    return Sums(_mean(losses), _mean(balances), length)
+
+
+def _mean(numbers: Sequence[Tensor]) -> Tensor:
+    return numbers[0] if len(numbers) == 1 else torch.stack(list(numbers)).mean()
 
 
 def update(optimizer: AdamW, found: Found, *, learning_rate: float, clip: float, limit: float = math.inf) -> None:

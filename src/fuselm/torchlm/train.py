@@ -242,6 +242,8 @@ class Trainer:
         if dtype == torch.float32 or not whole:
             return list(self.parameters)
         copies = narrow(self.model, lambda parameter: self.optimizer.narrow(parameter, dtype))
+        for parameter in copies:
+            parameter.grad = None  # of whoever had one before: from here on the copy's counts
         return [copies.get(parameter, parameter) for parameter in self.parameters]
 
     def _limit(self) -> float:
