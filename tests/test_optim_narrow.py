@@ -172,8 +172,19 @@ def test_gradients_of_both_are_refused() -> None:
 )
 def test_twins_in_16_bits_of_fp32_are_all_there_are(param: torch.dtype, dtype: torch.dtype) -> None:
     one = Parameter(torch.ones(4, dtype=param))
-    with pytest.raises(ValueError, match=rf"makes 16-bit copies of fp32 parameters; got {param} and {dtype}\. "):
+    with pytest.raises(ValueError, match=rf"makes 16-bit copies of fp32 parameters; got {param} and {dtype}\. Pass"):
         AdamW([one]).narrow(one, dtype)
+
+
+@pytest.mark.parametrize("wrong", [None, [Parameter(torch.ones(4))], torch.nn.Linear(2, 2), "weight"])
+def test_what_is_no_parameter_is_refused_in_words(wrong: Any) -> None:
+    with pytest.raises(
+        ValueError, match=rf"of fp32 parameters; got {type(wrong).__name__} and torch.bfloat16\. Pass one"
+    ):
+        AdamW([Parameter(torch.ones(4))]).narrow(wrong, BF16)
+    one, dtype = Parameter(torch.ones(4)), "bfloat16"
+    with pytest.raises(ValueError, match=r"got torch.float32 and 'bfloat16'\. Pass one parameter and torch\.bfloat16"):
+        AdamW([one]).narrow(one, dtype)  # type: ignore[arg-type]
 
 
 def test_a_parameter_has_one_copy_which_is_up_to_date_when_it_is_asked_for() -> None:

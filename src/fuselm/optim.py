@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Mapping
+from numbers import Real
 from types import MappingProxyType
 from typing import Any
 
@@ -99,13 +100,19 @@ class AdamW(torch.optim.Optimizer):
 
         The copy is a leaf. A step takes its gradient for the parameter's and writes both: nobody casts weights before
         each use, nor gradients after it. Asked again it is the same one. A parameter that has a copy and a gradient of
-        its own is refused at the next step. Whoever writes over the parameter otherwise calls `refresh`. torch's
-        `clip_grad_norm_` and `GradScaler` know parameters alone: clip and scale by `grad_scale`.
+        its own is refused at the next step. Whoever writes over the parameter otherwise calls `refresh`. What knows
+        parameters alone, as torch's `clip_grad_norm_`, `GradScaler` and a module's `zero_grad`, misses the copies'
+        gradients: take the norm of these, clip and scale by `grad_scale`, and call the optimiser's `zero_grad`. Copies
+        are no part of a state dict or of a copied optimiser.
+
+            weight = optimizer.narrow(layer.weight, torch.bfloat16)
+            loss = torch.nn.functional.linear(x, weight).float().square().mean()
         """
-        if param.dtype != torch.float32 or dtype not in (torch.bfloat16, torch.float16):
+        kind = getattr(param, "dtype", type(param).__name__)
+        if not isinstance(param, Tensor) or kind != torch.float32 or dtype not in (torch.bfloat16, torch.float16):
             raise ValueError(
-                f"AdamW.narrow makes 16-bit copies of fp32 parameters; got {param.dtype} and {dtype}. Use bfloat16, or "
-                f"compute with the parameter."
+                f"AdamW.narrow makes 16-bit copies of fp32 parameters; got {kind} and {dtype!r}. Pass one parameter "
+                f"and torch.bfloat16, or compute with the parameter."
             )
         if all(param is not ours for group in self.param_groups for ours in group["params"]):
             raise ValueError(
@@ -332,13 +339,20 @@ def _check_options(options: dict[str, Any]) -> None:
             f"{' and '.join(wanted)}. Use torch.optim.AdamW."
         )
     lr, betas, eps, decay = (options[name] for name in ("lr", "betas", "eps", "weight_decay"))
+    for name, value in (("lr", lr), ("eps", eps), ("weight_decay", decay)):
+        if not isinstance(value, Real) and not (name == "lr" and isinstance(value, Tensor)):
+            raise ValueError(f"AdamW: {name} is a number; got {value!r}. Leave it out for AdamW's own.")
     if isinstance(lr, Tensor) and lr.dim():
         raise ValueError(
             f"AdamW: lr is a number or a 0-dim tensor; got shape {list(lr.shape)}. Give each group its own."
         )
     if not lr >= 0:
         raise ValueError(f"AdamW: the learning rate lr is 0 or more; got {lr}. Try 3e-4.")
-    if len(betas) != 2 or not all(isinstance(beta, float | int) and 0 <= beta < 1 for beta in betas):
+    if (
+        not isinstance(betas, tuple | list)
+        or len(betas) != 2
+        or not all(isinstance(beta, float | int) and 0 <= beta < 1 for beta in betas)
+    ):
         raise ValueError(f"AdamW: betas are two numbers, 0 or more and below 1; got {betas}. Try (0.9, 0.999).")
     if not eps >= 0:
         raise ValueError(f"AdamW: eps is 0 or more; got {eps}. Try 1e-8.")

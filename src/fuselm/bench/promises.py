@@ -2,7 +2,7 @@
 
 Knows rows and limits, and measures nothing. The peers' figures are of the same record. QuACK's are of another day, kept
 here with the speed of a copy on that day: they are scaled by what a copy does in the record. Exit code 1 for a miss.
-What no sanitizer has looked at is told too, and is no miss.
+What no sanitizer has looked at, or no bench, is told too, and is no miss.
 
     python -m fuselm.bench.promises gpu/h200.json
     python -m fuselm.bench.promises gpu/h200.json --json | jq '.[] | select(.held | not)'
@@ -151,7 +151,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if given.json:
         print(json.dumps([{**dataclasses.asdict(finding), "held": finding.held} for finding in found], indent=1))
     else:
-        print("\n".join([report(found), *(f"{op}: no sanitizer has looked at it" for op in merging.unseen(record))]))
+        late = sum(map(merging.is_late, record.get("notes", [])))
+        waiting = [f"{late} cases wait to be measured: make gpu-check PART=bench REST=1"] if late else []
+        unseen = [f"{op}: no sanitizer has looked at it" for op in merging.unseen(record)]
+        print("\n".join([report(found), *unseen, *waiting]))
     sys.exit(0 if all(finding.held for finding in found) else 1)
 
 

@@ -54,7 +54,7 @@ def block(record: Mapping[str, Any]) -> str:
             "Microseconds and, in brackets, percent of the speed of a plain copy that moves the same bytes, "
             f"{machine.sentence(record)}. L2-cold medians; the copy and every peer are measured in the same run; the "
             f"fastest of a row is bold. This table shows of each op cases that move {LARGE_BYTES >> 20} MiB or more, "
-            f"{MOST_CASES} at most, of every kind first; all {len(groups)} cases and passes are in "
+            f"{MOST_CASES} at most, of every kind first; all {len(groups)} cases and passes there are stand in "
             f"{RECORD.as_posix()}.",
             "",
             *_table(_shown(copied), _copy_cell),
@@ -73,20 +73,22 @@ def _missed(record: Mapping[str, Any]) -> list[str]:
     found = findings(record)
     missed = [finding for finding in found if not finding.held]
     counted = Counter(finding.op for finding in missed)
+    late = sum(map(merging.is_late, record.get("notes", [])))
     words = ", ".join(f"{count} of {op} ({_by(op, missed)})" for op, count in counted.items())
     return [
         f"Of {len(found)} promises (no peer more than 2 % faster, and limits on shares, memory and host time) "
         f"{len(found) - len(missed)} hold."
+        + (f" {late} cases of these sources wait to be measured." if late else "")
         + (f" Missed: {words}; `python -m fuselm.bench.promises` says which." if missed else ""),
         "",
     ]
 
 
 def _by(op: str, missed: Sequence[Finding]) -> str:
-    """How far the worst of an op's findings is from its limit, whichever side of it is the good one."""
+    """How far the worst of an op's findings is beyond its limit, whichever side of it is the good one."""
     values = [(finding.value, finding.limit) for finding in missed if finding.op == op and finding.value]
     worst = max((max(value / limit, limit / value) for value, limit in values), default=None)
-    return "not measured" if worst is None else f"by {worst - 1:.1%} at worst"
+    return "not measured" if worst is None else f"beyond the limit by {worst - 1:.1%} at worst"
 
 
 def optimizer_block(record: Mapping[str, Any]) -> str:

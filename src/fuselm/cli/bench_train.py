@@ -28,8 +28,8 @@ HELP = """Train one model in several ways, with the same data and seed: do they 
 By torch's ops and by fuselm's, eager, deterministic, as a CUDA graph and under torch.compile; of gpt-124m and
 tinystories also a plain PyTorch model; of moe-60m, in fp16, with norms by PyTorch, Liger and fuselm and all else by
 torch. Each in a process of its own. Curves agree when they are no farther apart than three times what a rounding error
-in the first weights makes of one and the same run, which is measured too, or than eight units in the last place of an
-fp32 loss, where that is more: the table has the limit.
+in the first weights makes of one and the same run, which is measured too and counts as eight units in the last place
+of an fp32 loss at least: the table has the limit.
 
 Files: rows.csv, curves.csv, rows.json, with --profile kernels.csv, and a picture for each preset. On a CPU small models
 of the same kinds are trained (two layers of 64, rows of 32 tokens), by torch's ops and fuselm's alone, unless

@@ -344,8 +344,8 @@ struct Place {
   bool few(int64_t vectors) const { return vectors <= int64_t{2048} * facts.multiprocessors; }
 };
 
-// The threads of a block such that whole blocks have so many pieces; whole warps where that can be. 0: there are none, or
-// they were not looked for: every number of threads would be 0.4 us of the host's where none fits.
+// The threads of a block such that whole blocks have so many pieces; whole warps where that can be. 0: there are none,
+// or they were not looked for: every number of threads would be 0.4 us of the host's where none fits.
 inline int whole_block(int64_t pieces) {
   if (pieces <= kSmallThreads) return static_cast<int>(pieces);
   for (int step : {kWarp, 8}) {
