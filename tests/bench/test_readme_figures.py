@@ -61,6 +61,14 @@ def test_block_has_times_and_shares_with_the_fastest_in_bold() -> None:
     assert "NVIDIA H200, torch 2.11.0, CUDA 13.0, Liger 0.8.5, 2026-01-01" in text
 
 
+def test_ops_that_were_measured_on_another_day_are_named() -> None:
+    days = {"rms_norm": "2025-12-31", "rope": "2026-01-01", "softmax": "2025-12-31", "add": "2025-12-30"}
+    record = a_record() | {"origins": {"rows": {op: {"date": date} for op, date in days.items()}}}
+    words = "Liger 0.8.5, 2026-01-01 (add: 2025-12-30; rms_norm, softmax: 2025-12-31). L2-cold"
+    assert words in readme.block(record)
+    assert "2026-01-01. L2-cold" in readme.block(a_record())
+
+
 def test_promises_that_do_not_hold_are_said() -> None:
     assert "1 hold.\n" in readme.block(a_record())
     slow = a_record()

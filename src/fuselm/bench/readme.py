@@ -52,8 +52,8 @@ def block(record: Mapping[str, Any]) -> str:
         [
             BEGIN,
             "Microseconds and, in brackets, percent of the speed of a plain copy that moves the same bytes, "
-            f"{machine.sentence(record)}. L2-cold medians; the copy and every peer are measured in the same run; the "
-            f"fastest of a row is bold. This table shows of each op cases that move {LARGE_BYTES >> 20} MiB or more, "
+            f"{machine.sentence(record)}{_older(record)}. L2-cold medians; the copy and every peer are measured in the "
+            f"same run; the fastest of a row is bold. This table shows of each op cases that move {LARGE_BYTES >> 20} MiB or more, "
             f"{MOST_CASES} at most, of every kind first; all {len(groups)} cases and passes there are stand in "
             f"{RECORD.as_posix()}.",
             "",
@@ -66,6 +66,16 @@ def block(record: Mapping[str, Any]) -> str:
             END,
         ]
     )
+
+
+def _older(record: Mapping[str, Any]) -> str:
+    """The ops whose rows are of another day than the record, which they outlive while their sources stay."""
+    days: dict[str, list[str]] = {}
+    for op, origin in record.get("origins", {}).get("rows", {}).items():
+        if origin["date"] != record["date"]:
+            days.setdefault(origin["date"], []).append(op)
+    words = "; ".join(f"{', '.join(days[date])}: {date}" for date in sorted(days))
+    return f" ({words})" if words else ""
 
 
 def _missed(record: Mapping[str, Any]) -> list[str]:
