@@ -53,9 +53,9 @@ def block(record: Mapping[str, Any]) -> str:
             BEGIN,
             "Microseconds and, in brackets, percent of the speed of a plain copy that moves the same bytes, "
             f"{machine.sentence(record)}{_older(record)}. L2-cold medians; the copy and every peer are measured in the "
-            f"same run; the fastest of a row is bold. This table shows of each op cases that move {LARGE_BYTES >> 20} MiB or more, "
-            f"{MOST_CASES} at most, of every kind first; all {len(groups)} cases and passes there are stand in "
-            f"{RECORD.as_posix()}.",
+            "same run; the fastest of a row is bold. This table shows of each op cases that move "
+            f"{LARGE_BYTES >> 20} MiB or more, {MOST_CASES} at most, of every kind first; all {len(groups)} cases and "
+            f"passes there are stand in {RECORD.as_posix()}.",
             "",
             *_table(_shown(copied), _copy_cell),
             "",
