@@ -432,6 +432,9 @@ def test_the_same_steps_give_the_same_bits() -> None:
         ({"eps": -1e-8}, "eps is 0 or more; got -1e-08"),
         ({"weight_decay": -0.1}, "weight_decay is 0 or more; got -0.1"),
         ({"amsgrad": True}, "without amsgrad"),
+        ({"capturable": True}, "counts its steps on the host; got capturable=True"),
+        ({"lr": True}, "lr is a number; got True"),
+        ({"master_weights": "no"}, "master_weights is True or False; got 'no'"),
     ],
 )
 def test_options_out_of_range_are_refused_for_all_and_for_a_group(options: dict[str, Any], words: str) -> None:

@@ -77,6 +77,29 @@ def test_a_skipped_step_does_not_hide_that_somebody_has_written_over_a_parameter
     assert torch.equal(copies[0], params[0].to(BF16))
 
 
+def test_a_frozen_parameter_stays_and_so_does_its_twin() -> None:
+    """Frozen before it has one, and after; with a gradient that was there already."""
+    params = parameters(F32)
+    params[0].requires_grad_(False)
+    optimizer = AdamW(params, lr=0.01)
+    copies = [optimizer.narrow(param, BF16) for param in params[:-1]]
+    assert [copy.requires_grad for copy in copies] == [param.requires_grad for param in params[:-1]]
+    before = [tensor.detach().clone() for tensor in (*params, *copies)]
+    give(params, copies, 0)
+    params[1].requires_grad_(False)
+    optimizer.step()
+    moved = [not torch.equal(old, now) for old, now in zip(before, (*params, *copies), strict=True)]
+    assert moved[:3] == moved[len(params) :][:3] == [False, False, True]
+    optimizer.refresh()
+    assert not copies[1].requires_grad
+    params[1].requires_grad_(True)
+    optimizer.refresh()
+    assert copies[1].requires_grad
+    give(params, copies, 1)
+    optimizer.step()
+    assert not torch.equal(params[1], before[1])
+
+
 def test_what_had_no_gradient_takes_no_step() -> None:
     params, optimizer, copies = narrowed()
     give(params, copies, 0)
@@ -106,6 +129,41 @@ def test_a_copy_follows_a_parameter_that_was_written_over_when_it_is_told() -> N
     assert torch.equal(copies[0], params[0].to(BF16))
     assert not torch.equal(copies[1], kept)
     assert torch.equal(copies[1], params[1].to(BF16))
+
+
+def test_a_copy_follows_a_parameter_that_was_put_elsewhere_and_any_other_when_asked_for_everything() -> None:
+    params, optimizer, copies = narrowed()
+    params[0].data = params[0].detach() * 3.0
+    optimizer.refresh()
+    assert torch.equal(copies[0], params[0].to(BF16))
+    params[0].data.mul_(3.0)  # of which torch counts nothing
+    optimizer.refresh()
+    assert not torch.equal(copies[0], params[0].to(BF16))
+    optimizer.refresh(everything=True)
+    assert torch.equal(copies[0], params[0].to(BF16))
+
+
+def test_a_copy_that_was_made_in_inference_mode_is_stepped() -> None:
+    params = parameters(F32)
+    optimizer = AdamW(params, lr=0.01)
+    with torch.inference_mode():
+        copies = [optimizer.narrow(param, BF16) for param in params[:-1]]
+    give(params, copies, 0)
+    optimizer.step()
+    assert all(torch.equal(copy, param.to(BF16)) for param, copy in zip(params, copies, strict=False))
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")  # a leak that is undone here
+def test_a_gradient_with_a_graph_behind_it_loses_that_when_it_is_zeroed() -> None:
+    param = Parameter(torch.ones(4))
+    optimizer = AdamW([param])
+    copy = optimizer.narrow(param, BF16)
+    copy.float().square().sum().backward(create_graph=True)
+    kept = copy.grad
+    optimizer.zero_grad(set_to_none=False)
+    assert copy.grad is kept
+    assert kept is not None
+    assert (kept.grad_fn, kept.requires_grad, bool(kept.any())) == (None, False, False)
 
 
 def test_gradients_of_twins_are_forgotten_with_the_others() -> None:
@@ -161,7 +219,7 @@ def test_gradients_of_both_are_refused() -> None:
     params, optimizer, copies = narrowed()
     give(params, copies, 0)
     params[0].grad = torch.ones_like(params[0])
-    with pytest.raises(RuntimeError, match=r"by the copy's gradient; got one of its own, .*\. Compute with the copy"):
+    with pytest.raises(RuntimeError, match=r"by the copy's gradient; got one of its own, .*\. Compute .* zero_grad"):
         optimizer.step()
 
 

@@ -65,11 +65,7 @@ class AdamW(torch.optim.Optimizer):
     ) -> None:
         _op(impl)  # a word that is none is refused now
         self.impl = impl
-        if capturable:
-            raise ValueError(
-                "AdamW counts its steps on the host; got capturable=True. For a CUDA graph record fuselm.ops.adamw, "
-                "with tensors for step and lr."
-            )
+        _refuse_capturable(capturable)
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         defaults |= {"master_weights": master_weights}
         _check_options({**defaults, "amsgrad": amsgrad, "maximize": maximize, "differentiable": differentiable})
@@ -87,6 +83,7 @@ class AdamW(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's; options of the group and dtypes of its parameters are checked first."""
+        _refuse_capturable(param_group.get("capturable"))
         _check_options({**self.defaults, **param_group})
         _ADD_PARAM_GROUP(self, param_group)
         if kinds := {str(p.dtype) for p in self.param_groups[-1]["params"] if p.is_complex()}:
@@ -100,10 +97,11 @@ class AdamW(torch.optim.Optimizer):
 
         The copy is a leaf. A step takes its gradient for the parameter's and writes both: nobody casts weights before
         each use, nor gradients after it. Asked again it is the same one. A parameter that has a copy and a gradient of
-        its own is refused at the next step. Whoever writes over the parameter otherwise calls `refresh`. What knows
-        parameters alone, as torch's `clip_grad_norm_`, `GradScaler` and a module's `zero_grad`, misses the copies'
-        gradients: take the norm of these, clip and scale by `grad_scale`, and call the optimiser's `zero_grad`. Copies
-        are no part of a state dict or of a copied optimiser.
+        its own is refused at the next step; one that wants no gradient stays as it is, as ever. Whoever writes over the
+        parameter otherwise, or freezes it, calls `refresh`. What knows parameters alone, as torch's `clip_grad_norm_`,
+        `GradScaler`, a module's `zero_grad` and hooks on a parameter, misses the copies' gradients: take the norm of
+        these, clip and scale by `grad_scale`, and call the optimiser's `zero_grad`. Gradients of several backwards add
+        up in 16 bits. Copies are no part of a state dict or of a copied optimiser.
 
             weight = optimizer.narrow(layer.weight, torch.bfloat16)
             loss = torch.nn.functional.linear(x, weight).float().square().mean()
@@ -127,20 +125,26 @@ class AdamW(torch.optim.Optimizer):
                 )
             self.refresh()
             return known.tensor
-        copy = param.detach().to(dtype, memory_format=torch.preserve_format).requires_grad_()
-        self._narrowed = {**self._narrowed, param: _Narrow(copy, param._version)}
+        with torch.inference_mode(False):  # no step could write what is made in there
+            copy = param.detach().to(dtype, memory_format=torch.preserve_format)
+        narrow = _Narrow(copy.requires_grad_(param.requires_grad))
+        narrow.note(param)
+        self._narrowed = {**self._narrowed, param: narrow}
         return copy
 
     @torch.no_grad()
-    def refresh(self) -> None:
+    def refresh(self, everything: bool = False) -> None:
         """Write narrow copies anew whose parameters somebody else has written over, as whoever loads weights does.
 
-        Known by the parameter's version, which torch counts: not for what is written by way of `param.data`.
+        Those are known by the parameter's place and its version, which torch counts, but not where it is written to by
+        way of `param.data`: then ask for `everything`. A copy wants a gradient if its parameter does.
         """
         for param, narrow in self._narrowed.items():
-            if not narrow.is_of(param):
+            if everything or not narrow.is_of(param):
                 narrow.tensor.copy_(param)
-                narrow.version = param._version
+                narrow.note(param)
+            if narrow.tensor.requires_grad != param.requires_grad:
+                narrow.tensor.requires_grad_(param.requires_grad)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's; the gradients of narrow copies too."""
@@ -148,8 +152,10 @@ class AdamW(torch.optim.Optimizer):
         for narrow in self._narrowed.values():
             if set_to_none:
                 narrow.tensor.grad = None
-            elif narrow.tensor.grad is not None:
-                narrow.tensor.grad.zero_()
+            elif (grad := narrow.tensor.grad) is not None:
+                if grad.grad_fn is not None:  # of a backward that recorded itself
+                    grad.detach_()
+                grad.requires_grad_(False).zero_()
 
     def step(self, closure: Any = None, *, grad_scale: Tensor | None = None, skip: Tensor | None = None) -> Any:
         """One step with the gradients there are, each times `grad_scale`; the closure's loss, if there is a closure.
@@ -208,7 +214,7 @@ class AdamW(torch.optim.Optimizer):
             **(taken.options if self._compiled is None else taken.as_tensors()),
         )
         for param, narrow in fresh:
-            narrow.version = param._version
+            narrow.note(param)
         torch._foreach_add_([state["step"] for state in states], 1)
         self._counted += tuple(states)
 
@@ -271,23 +277,27 @@ def _op(impl: str) -> Any:
 
 
 class _Narrow:
-    """A parameter in 16 bits, and which version of the parameter it is."""
+    """A parameter in 16 bits, and which version of the parameter it is, and where that was."""
 
-    def __init__(self, tensor: Tensor, version: int) -> None:
-        self.tensor, self.version = tensor, version
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor, self.version, self.place = tensor, -1, 0
+
+    def note(self, param: Tensor) -> None:
+        """Take it for what the parameter is now."""
+        self.version, self.place = param._version, param.data_ptr()
 
     def is_of(self, param: Tensor) -> bool:
         """Whether nobody has written over the parameter since."""
-        return self.version == param._version
+        return self.version == param._version and self.place == param.data_ptr()
 
     def gradient(self, param: Tensor) -> Tensor | None:
-        """The one to step by."""
+        """The one to step by; none of a parameter that was frozen after it was found."""
         if param.grad is not None:
             raise RuntimeError(
                 f"AdamW steps a parameter that has a narrow copy by the copy's gradient; got one of its own, of shape "
-                f"{list(param.shape)}. Compute with the copy alone."
+                f"{list(param.shape)}. Compute with the copy alone, and call zero_grad if that gradient is an old one."
             )
-        return self.tensor.grad
+        return self.tensor.grad if param.requires_grad else None
 
 
 class _Taken:
@@ -327,6 +337,15 @@ def _state_dtype(param: Tensor) -> torch.dtype:
     return torch.float32 if param.dtype in (torch.bfloat16, torch.float16) else param.dtype
 
 
+def _refuse_capturable(wanted: Any) -> None:
+    """In a saved state it is not refused: of another optimiser it says nothing about this one."""
+    if wanted:
+        raise ValueError(
+            "AdamW counts its steps on the host; got capturable=True. For a CUDA graph record fuselm.ops.adamw, with "
+            "tensors for step and lr."
+        )
+
+
 def _check_options(options: dict[str, Any]) -> None:
     if missing := [name for name in ("lr", "betas", "eps", "weight_decay") if name not in options]:
         raise ValueError(
@@ -340,7 +359,7 @@ def _check_options(options: dict[str, Any]) -> None:
         )
     lr, betas, eps, decay = (options[name] for name in ("lr", "betas", "eps", "weight_decay"))
     for name, value in (("lr", lr), ("eps", eps), ("weight_decay", decay)):
-        if not isinstance(value, Real) and not (name == "lr" and isinstance(value, Tensor)):
+        if isinstance(value, bool) or not (isinstance(value, Real) or (name == "lr" and isinstance(value, Tensor))):
             raise ValueError(f"AdamW: {name} is a number; got {value!r}. Leave it out for AdamW's own.")
     if isinstance(lr, Tensor) and lr.dim():
         raise ValueError(
@@ -358,6 +377,8 @@ def _check_options(options: dict[str, Any]) -> None:
         raise ValueError(f"AdamW: eps is 0 or more; got {eps}. Try 1e-8.")
     if not decay >= 0:
         raise ValueError(f"AdamW: weight_decay is 0 or more; got {decay}. Try 0.1, or 0 for none.")
+    if not isinstance(masters := options.get("master_weights", False), bool):
+        raise ValueError(f"AdamW: master_weights is True or False; got {masters!r}. Leave it out for False.")
 
 
 # --- gradients and groups ---------------------------------------------------------------------------------------------

@@ -147,6 +147,18 @@ def test_rows_of_other_steps_are_neither_kept_nor_taken_for_done(
     assert len(asked) == 4
 
 
+def test_rows_are_as_long_as_those_there_are(tmp_path: Path, asked: list[tuple[str, str]]) -> None:
+    out = tmp_path / "train.json"
+    arguments = ["--out", str(out), "--part", "speed"]
+    for more in (["--only", "tinystories torch", "--steps", "200"], ["--only", "tinystories fused-graph"], ["--rest"]):
+        with pytest.raises(SystemExit):
+            bench.main([*arguments, *more])
+    found = json.loads(out.read_text())["speed"]
+    assert {row["steps"] for row in found} == {200}
+    assert {"torch", "torch-compile", "fused-graph", "nudged"} < {row["learner"] for row in found}
+    assert len(asked) == len(found) + 1  # nothing twice, and the one that fails
+
+
 @pytest.mark.parametrize("steps", ["19", "0"])
 def test_too_few_steps_for_a_curve_are_refused(steps: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):

@@ -471,6 +471,9 @@ BAD_CALLS: list[tuple[dict[str, Any], str]] = [
     ({"step": 0}, "step must be 1 or more; got 0"),
     ({"step": math.nan}, "step must be 1 or more; got nan"),
     ({"step": [1, -2]}, "step must be 1 or more; got -2"),
+    ({"step": np.complex64(1)}, "step must be a number or a 0-dim tensor; got a complex64"),
+    ({"step": np.timedelta64(1)}, "step must be a number or a 0-dim tensor; got a timedelta64"),
+    ({"grad_scale": np.datetime64("2020")}, "grad_scale must be a number or a 0-dim tensor; got a datetime64"),
     ({"step": [1, 2, 3]}, "step must be one for all tensors, or a list with one for each; got a list of 3 for 2"),
     ({"weight_decay": [0.1]}, "weight_decay must be one for all .*; got a list of 1 for 2"),
     ({"lr": torch.zeros(2)}, r"lr must be a number or a 0-dim tensor; got lr float32\[2\]"),
@@ -509,7 +512,14 @@ def test_the_op_refuses_with_a_reason_and_a_remedy_and_changes_nothing(
 
 
 @pytest.mark.parametrize("name", ["lr", "eps", "weight_decay"])
-@pytest.mark.parametrize("wrong", [-0.1, math.nan, "large", None, True])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        *(-0.1, math.nan, "large", None, True),
+        *(np.float32(-1), np.float64(-1), np.array(-1.0), np.array([0.1, 0.2]), np.bool_(True), np.complex64(1)),
+    ],
+    ids=repr,
+)
 def test_a_rate_below_0_or_no_number_is_refused(name: str, wrong: Any) -> None:
     """By itself and in a list with one for each: a step uphill would go unnoticed."""
     for given in (wrong, [0.1, wrong]):

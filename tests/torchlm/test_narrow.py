@@ -38,7 +38,7 @@ def copies(trainer: Trainer) -> dict[str, Tensor]:
         f"{path}.{name}": copy
         for path, module in trainer.model.named_modules()
         if isinstance(module, Casting)
-        for name, copy in module.narrowed.items()
+        for name, (_, copy) in module.narrowed.items()
     }
 
 
@@ -163,6 +163,78 @@ def test_a_gradient_from_before_the_first_step_counts_for_nothing(data: Path, tm
     for one in (trainer, plain):
         one.train()
     assert losses(told) == losses(also_told)
+
+
+def test_a_gradient_that_somebody_asks_for_between_steps_counts_for_nothing(data: Path, tmp_path: Path) -> None:
+    (trainer, told), (plain, also_told) = (begin(tmp_path / name, data, train=BF16) for name in ("one", "other"))
+    ids = torch.arange(8).view(1, 8)
+    for one in (trainer, plain):
+        one.advance()
+    trainer.model.eval()  # where the model computes with the weights themselves
+    trainer.model.loss(ids, ids)[0].backward()
+    trainer.model.train()
+    for one in (trainer, plain):
+        one.train()
+    assert losses(told) == losses(also_told)
+
+
+def test_an_evaluation_that_is_interrupted_leaves_a_model_in_training(data: Path, tmp_path: Path) -> None:
+    trainer, _ = begin(tmp_path / "run", data, train=BF16)
+    trainer.advance()
+
+    def interrupt(done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    trainer.on_evaluation = interrupt
+    with pytest.raises(KeyboardInterrupt):
+        trainer.evaluation()
+    assert trainer.model.training
+    trainer.advance()
+
+
+@pytest.mark.parametrize("micro_batch", [4, 2])
+def test_a_frozen_weight_stays_in_a_run_by_copies_as_in_one_without(
+    micro_batch: int, data: Path, tmp_path: Path
+) -> None:
+    trainer, _ = begin(tmp_path / "run", data, train={**BF16, "micro_batch": micro_batch})
+    mlp, attention = trainer.model.layers[0].mlp, trainer.model.layers[0].attention
+    frozen = [mlp.up.weight.requires_grad_(False), attention.out.weight]
+    before = [weight.detach().clone() for weight in (*frozen, mlp.down.weight)]
+    trainer.advance()
+    assert torch.equal(frozen[0], before[0])
+    assert not torch.equal(frozen[1], before[1])
+    before[1] = frozen[1].requires_grad_(False).detach().clone()
+    trainer.advance()
+    assert [torch.equal(old, now) for old, now in zip(before, (*frozen, mlp.down.weight), strict=True)] == [
+        True,
+        True,
+        False,
+    ]
+
+
+def test_weights_that_are_put_in_the_place_of_a_models_are_used(data: Path, tmp_path: Path) -> None:
+    trainer, _ = begin(tmp_path / "run", data, train=BF16)
+    trainer.advance()
+    model, ids = trainer.model, torch.arange(8)[None]
+    assert model.training
+    others = {name: torch.full_like(weight, 0.01) for name, weight in model.named_parameters()}
+    found = torch.func.functional_call(model, others, (ids,))
+    other, _ = begin(tmp_path / "other", data, train=BF16)
+    other.model.load_state_dict(others, assign=True)
+    assert torch.equal(found, other.model(ids))
+    model.load_state_dict(others, assign=True)
+    assert torch.equal(model(ids), found)
+
+
+def test_a_weight_whose_gradient_somebody_waits_for_has_no_copy(data: Path, tmp_path: Path) -> None:
+    trainer, _ = begin(tmp_path / "run", data, train={**BF16, "weight_decay": 0.0})
+    mlp = trainer.model.layers[0].mlp
+    mlp.up.weight.register_hook(torch.zeros_like)
+    before = mlp.up.weight.detach().clone()
+    trainer.advance()
+    assert torch.equal(mlp.up.weight, before)
+    assert not mlp.up.narrowed
+    assert mlp.down.narrowed
 
 
 @pytest.mark.filterwarnings("default")  # the compiler's own

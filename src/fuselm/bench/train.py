@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from typing import Any
 import fuselm
 from fuselm.bench import learning, machine
 from fuselm.bench.learners import EVERY, Row, Task, begun
-from fuselm.bench.learning import FEWEST_STEPS, STEPS, LearnerFailed, Plan
+from fuselm.bench.learning import BASE, FEWEST_STEPS, STEPS, LearnerFailed, Plan
 from fuselm.files import write_whole
 from fuselm.kernels import build
 
@@ -57,6 +57,12 @@ class Ask:
     only: str = ""  # with this text in their names
     rest: bool = False  # not those that are of these sources
     seconds: float = math.inf
+    steps: int | None = None  # of each; left out, as many as the rows there are
+
+    def plans(self, kept: Sequence[Row], plan: Plan) -> dict[str, Plan]:
+        """Of each preset how it is measured: curves of other lengths cannot be compared with those there are."""
+        there = {row["preset"]: row["steps"] for row in kept if row["learner"] == BASE}
+        return {name: dataclasses.replace(plan, steps=self.steps or there.get(name, STEPS)) for name in plan.presets}
 
 
 def sources() -> str:
@@ -70,27 +76,31 @@ def sources() -> str:
     return digest.hexdigest()[:16]
 
 
-def wanted(kept: Sequence[Row], plan: Plan, ask: Ask) -> list[tuple[str, str]]:
+def wanted(kept: Sequence[Row], plans: Mapping[str, Plan], ask: Ask) -> list[tuple[str, str]]:
     """The rows to measure."""
     here = sources()
-    same = [row for row in kept if row.get("sources") == here and row.get("steps") == plan.steps]
-    done = {(row["preset"], row["learner"]) for row in same if ask.rest}
-    return [name for name in rows_with(ask.only, plan) if name not in done]
+    same = [row for row in kept if row.get("sources") == here and row["preset"] in plans]
+    whole = [row for row in same if row.get("steps") == plans[row["preset"]].steps]
+    done = {(row["preset"], row["learner"]) for row in whole if ask.rest}
+    names = [name for preset, plan in plans.items() for name in rows_with(ask.only, plan) if name[0] == preset]
+    return [name for name in names if name not in done]
 
 
 def speed(out: Path, plan: Plan, ask: Ask) -> int:
     """A row for each learner of each preset, or of those that are asked for; how many could not be measured."""
     failed, begin, here = 0, time.monotonic(), sources()
-    names = wanted(_kept(out).get("speed", []), plan, ask)
+    kept = _kept(out).get("speed", [])
+    plans = ask.plans(kept, plan)
+    names = wanted(kept, plans, ask)
     with tempfile.TemporaryDirectory() as folder:
         for place, (preset, learner) in enumerate(names):
             if time.monotonic() - begin > ask.seconds:
                 print(f"to do: {len(names) - place} rows wait for --rest, from {preset} {learner} on", flush=True)
                 break
             scratch = Path(folder)
-            data = learning.prepared(plan, preset, scratch)
+            data = learning.prepared(plans[preset], preset, scratch)
             try:
-                row = learning.child(learner, plan.task(preset, data), lambda made: None)
+                row = learning.child(learner, plans[preset].task(preset, data), lambda made: None)
             except LearnerFailed as error:
                 print(f"not measured: {preset} {learner}: {error}\n{error.log}", flush=True)
                 failed += 1
@@ -230,13 +240,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
         default=math.inf,
         help="of speed, after which no row begins; one takes up to two minutes",
     )
-    parser.add_argument("--steps", type=int, default=STEPS, help="of speed, those of each row (%(default)s)")
+    parser.add_argument(
+        "--steps",
+        type=int,
+        help=f"of speed, those of each row: as many as a preset's rows have, or {STEPS}; rows of other steps go",
+    )
     parser.add_argument("--weights-after", nargs=3, metavar=("TASK", "FOLDER", "STEPS"))
     given = parser.parse_args(arguments)
-    if given.steps < FEWEST_STEPS:
+    if given.steps is not None and given.steps < FEWEST_STEPS:
         parser.error(f"--steps is {FEWEST_STEPS} or more; got {given.steps}")
-    plan, ask = Plan(PRESETS, steps=given.steps), Ask(given.only, given.rest, given.seconds)
-    if given.part != "speed" and (given.rest or given.seconds < math.inf or given.steps != STEPS):
+    plan, ask = Plan(PRESETS), Ask(given.only, given.rest, given.seconds, given.steps)
+    if given.part != "speed" and (given.rest or given.seconds < math.inf or given.steps is not None):
         parser.error("--rest, --seconds and --steps are for --part speed alone; add it, or leave them out")
     if given.only and (given.part != "speed" or not rows_with(given.only, plan)):
         names = ", ".join(" ".join(name) for name in rows_with("", plan))

@@ -32,6 +32,7 @@ from fuselm.kernels.spec import TensorInfo, refuse
 STATE_DTYPES = {"float64": "float64", "float32": "float32", "bfloat16": "float32", "float16": "float32"}
 # The ops whose contract this is, and the source of each.
 LIST_OPS = {"adamw": "adamw_step.cu", "global_norm": "global_norm.cu"}
+_ODD = ("complex64", "complex128", "clongdouble", "datetime64", "timedelta64", "str_", "bytes_", "void", "object_")
 NORM_CHUNK = 8192  # elements whose squares one block of global_norm.cu adds up
 
 Infos = Sequence[TensorInfo]
@@ -54,8 +55,8 @@ def check(
         )
     _check_there({"params": params, **others, "masters": masters})
     for step in steps:
-        if not isinstance(step, int | float | np.number):
-            if not hasattr(step, "shape"):
+        if not isinstance(step, int | float | np.number) or _is_odd(step):
+            if _is_odd(step) or not hasattr(step, "shape"):
                 rule = "adamw: step must be a number or a 0-dim tensor"
                 raise refuse(rule, f"a {type(step).__name__}", "Count the first step as 1.")
         elif not step >= 1:
@@ -112,7 +113,13 @@ def _is_number(scalar: Any) -> bool:
     """Python's numbers and truth values, and numpy's."""
     if isinstance(scalar, int | float):
         return True
-    return isinstance(scalar, np.generic) and not isinstance(scalar, np.flexible | np.complexfloating)
+    return isinstance(scalar, np.generic) and not _is_odd(scalar)
+
+
+def _is_odd(scalar: Any) -> bool:
+    """Numpy's scalars that are no real numbers: complex ones, dates, spans of time, words. Asked by torch.compile, too,
+    which knows types of numpy by their names."""
+    return type(scalar).__name__ in _ODD
 
 
 def check_rates(**rates: Any) -> None:
@@ -121,9 +128,12 @@ def check_rates(**rates: Any) -> None:
     Asked in every call, once for each set of options: a step uphill would go unnoticed.
     """
     for name, rate in rates.items():
-        if hasattr(rate, "shape") and not isinstance(rate, float) and not (isinstance(rate, np.ndarray) and rate.shape):
-            continue
-        if isinstance(rate, bool) or not isinstance(rate, int | float) or not rate >= 0:
+        number = rate
+        if not isinstance(rate, int | float) and hasattr(rate, "shape"):
+            if type(rate).__module__ != "numpy":  # by name: torch.compile, which sees tensors, knows no np.generic
+                continue
+            number = rate if rate.shape else rate.item()
+        if isinstance(number, bool) or not isinstance(number, int | float) or not number >= 0:
             rule = f"adamw: {name} must be a number, 0 or more" + (", or a 0-dim tensor" if name == "lr" else "")
             raise refuse(rule, repr(rate), f"Pass such a number for {name}.")
 

@@ -25,16 +25,20 @@ class Casting(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.narrowed: dict[str, Tensor] = {}
+        self.narrowed: dict[str, tuple[Tensor, Tensor]] = {}  # by name: a weight and its copy
 
     def used(self, name: str, dtype: torch.dtype) -> Tensor:
         """The weight in the dtype of what flows through: in training its narrow copy if it has one, else itself, cast.
 
-        The bits are the same. In evaluation a copy might be of other weights than were loaded since the last step.
+        The bits are the same. In evaluation a copy might be of other weights than were loaded since the last step; and
+        a weight that was put in the place of the one it is of, as torch.func.functional_call does, has none.
         """
-        copy = self.narrowed.get(name) if self.training else None
         weight: Tensor = getattr(self, name)
-        return weight.to(dtype) if copy is None or copy.dtype != dtype else copy
+        if self.training and name in self.narrowed:
+            original, copy = self.narrowed[name]
+            if original is weight and copy.dtype == dtype:
+                return copy
+        return weight.to(dtype)
 
     def __getstate__(self) -> dict[str, Any]:
         """Without narrow copies: no optimiser writes those of a copied or saved module."""
@@ -59,13 +63,21 @@ class Linear(Casting):
 
 
 def narrow(model: nn.Module, copy_of: Callable[[nn.Parameter], Tensor]) -> dict[nn.Parameter, Tensor]:
-    """Have a narrow copy used in the place of each weight that is cast; returns the copies by parameter."""
+    """Have a narrow copy used in the place of each weight that is cast; returns the copies by parameter.
+
+    A weight whose gradient somebody waits for by a hook has none: he would wait for ever.
+    """
     copies: dict[nn.Parameter, Tensor] = {}
     for module in model.modules():
         if isinstance(module, Casting):
-            module.narrowed = {name: copy_of(getattr(module, name)) for name in module.casts}
-            copies |= {getattr(module, name): copy for name, copy in module.narrowed.items()}
+            weights = {name: getattr(module, name) for name in module.casts}
+            module.narrowed = {name: (one, copy_of(one)) for name, one in weights.items() if not _is_hooked(one)}
+            copies |= dict(module.narrowed.values())  # type: ignore[arg-type]
     return copies
+
+
+def _is_hooked(parameter: nn.Parameter) -> bool:
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
 class Norm(nn.Module):

@@ -216,6 +216,9 @@ class Trainer:
         batches, scale = list(self.feed.next(self.micro_batch)), self.scaler.scale
         leaves = self._leaves = self._leaves or self._narrow()
         self.optimizer.refresh()  # should somebody have written over weights
+        for parameter, leaf in zip(self.parameters, leaves, strict=True):
+            if parameter is not leaf:  # whoever asked for its gradient has had it: the copy's counts
+                parameter.grad = None
         fixed: dict[str, Any] = {
             "parts": self.config.batch_size // self.micro_batch,
             "balance_weight": self.run.model.balance_weight if self.run.model.num_experts else 0.0,
@@ -242,8 +245,6 @@ class Trainer:
         if dtype == torch.float32 or not whole:
             return list(self.parameters)
         copies = narrow(self.model, lambda parameter: self.optimizer.narrow(parameter, dtype))
-        for parameter in copies:
-            parameter.grad = None  # of whoever had one before: from here on the copy's counts
         return [copies.get(parameter, parameter) for parameter in self.parameters]
 
     def _limit(self) -> float:
@@ -328,17 +329,18 @@ class Trainer:
         context = self.run.model.context
         rows = min(self.micro_batch, max(1, EVALUATION_TOKENS // context))
         self.model.eval()
-        found = evaluate(
-            self.model.loss,
-            self.shards["valid"],
-            batch_size=rows,
-            context=context,
-            device=self.device,
-            tokenizer=self.tokenizer,
-            on_progress=self.on_evaluation,
-        )
-        self.model.train()
-        return found
+        try:
+            return evaluate(
+                self.model.loss,
+                self.shards["valid"],
+                batch_size=rows,
+                context=context,
+                device=self.device,
+                tokenizer=self.tokenizer,
+                on_progress=self.on_evaluation,
+            )
+        finally:
+            self.model.train()
 
     def _evaluate(self) -> bool:
         """Evaluate, keep the best; whether that saved everything."""
