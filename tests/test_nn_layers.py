@@ -395,7 +395,7 @@ def test_tables_go_to_a_gpu_and_back_in_fp32() -> None:
     "wrong",
     [{"head_dim": wrong} for wrong in (7, 0, -2, 514, 64.0, "64", None, True)]
     + [{"max_positions": wrong} for wrong in (0, -1, 10.5, 10.0, "10", None, True)]
-    + [{"base": wrong} for wrong in (0.0, -1.0, math.nan, "x", None, True)],
+    + [{"base": wrong} for wrong in (0.0, -1.0, math.nan, math.inf, 10**400, "x", None, True)],
     ids=str,
 )
 def test_tables_that_cannot_be_are_refused(wrong: dict[str, Any]) -> None:

@@ -15,6 +15,7 @@ after torch's own arguments, by name. What the op refuses (fp64, eps of 0) is re
 
 from __future__ import annotations
 
+import math
 import numbers
 import operator
 from typing import Any
@@ -35,6 +36,14 @@ def _whole(given: Any) -> int | None:
         return None if isinstance(given, bool) else operator.index(given)
     except TypeError:
         return None
+
+
+def _number(given: Any) -> float:
+    """What is a real number, as a float; NaN for anything else, truth values too."""
+    try:
+        return float(given) if isinstance(given, numbers.Real) and not isinstance(given, bool) else math.nan
+    except OverflowError:
+        return math.inf
 
 
 class _OverTrailingDimensions:
@@ -297,14 +306,13 @@ class RotaryEmbedding(torch.nn.Module):
     ) -> None:
         super().__init__()
         width, rows = _whole(head_dim) or 0, _whole(max_positions) or 0
-        has_base = isinstance(base, numbers.Real) and not isinstance(base, bool) and base > 0
-        if not 2 <= width <= MAX_HEAD_DIM or width % 2 or rows < 1 or not has_base:
+        if not 2 <= width <= MAX_HEAD_DIM or width % 2 or rows < 1 or not 0 < _number(base) < math.inf:
+            got = f"head_dim={head_dim!r}, max_positions={max_positions!r}, base={base!r}"
             raise ValueError(
                 f"RotaryEmbedding: head_dim is even and 2 to {MAX_HEAD_DIM}, max_positions is whole and 1 or more and "
-                f"base a number above 0; got head_dim={head_dim!r}, max_positions={max_positions!r}, base={base!r}. "
-                "Pairs of numbers are what turns."
+                f"base a finite number above 0; got {got}. Pairs of numbers are what turns."
             )
-        self.head_dim, self.max_positions, self.base, self.interleaved = width, rows, base, interleaved
+        self.head_dim, self.max_positions, self.base, self.interleaved = width, rows, float(base), interleaved
         for name, table in self._tables(torch.get_default_device() if device is None else device).items():
             self.register_buffer(name, table, persistent=False)
 

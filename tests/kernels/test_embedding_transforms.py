@@ -18,6 +18,7 @@ from torch.func import grad, hessian, jvp, vmap
 
 from fuselm import ops
 from fuselm.kernels.spec import RefusedInput
+from fuselm.kernels.torch_ops import embedding as implementation
 from fuselm.kernels.torch_ops.embedding import embedding_reference
 from tests.kernels.test_embedding import IDS, in_each_dtype, table
 
@@ -74,6 +75,26 @@ def test_rows_are_the_same_bits_in_a_transform(dtype: torch.dtype, wanted: Any) 
         assert rows.dtype == embedding_reference(IDS, weights[0], **more).dtype
 
 
+def test_where_values_are_not_looked_at_a_row_that_is_not_there_is_nan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on CUDA, where torch's own lookup would end the process. It adds to no gradient of its table."""
+    monkeypatch.setattr(implementation, "_looks_at_values", lambda ids: False)
+    weight, places = table(4, 3), table(5, 3, seed=1)
+    ids, positions = torch.tensor([3, 4, -1, 0]), torch.tensor([0, 1, 5, 7])
+
+    def rows(weight: Tensor, places: Tensor) -> Tensor:
+        return ops.embedding(ids, weight, position_weight=places, positions=positions)
+
+    found, _ = jvp(rows, (weight, places), (weight, places))
+    assert torch.equal(found[0], weight[3] + places[0])
+    assert found[1:].isnan().all()
+    of_weight, of_places = grad(lambda *tables: rows(*tables).sum(), argnums=(0, 1))(weight, places)
+    assert of_weight.sum(1).tolist() == [3.0, 0.0, 0.0, 3.0]  # each token gives 1 to each column
+    assert of_places.sum(1).tolist() == [3.0, 3.0, 0.0, 0.0, 0.0]
+    alone = vmap(lambda one: ops.embedding(one, weight))(ids)
+    assert torch.equal(alone[[0, 3]], weight[[3, 0]])
+    assert alone[1:3].isnan().all()
+
+
 def test_a_second_derivative_is_there() -> None:
     def cubes(weight: Tensor) -> Tensor:
         return (ops.embedding(IDS, weight, padding_idx=-1).float() ** 3).sum()
@@ -88,7 +109,7 @@ def test_a_second_derivative_is_there() -> None:
 
 @pytest.mark.parametrize("padding_idx", [5, -6, True, "last", 1.5])
 def test_a_padding_idx_that_is_no_row_is_refused(padding_idx: Any) -> None:
-    words = rf"padding_idx must be a row of weight, from -5 to 4; got padding_idx={padding_idx!r}\."
+    words = rf"padding_idx must be a row of weight, a whole number from -5 to 4; got padding_idx={padding_idx!r}\."
     for call in (grad(total(IDS, padding_idx=padding_idx)), total(IDS, padding_idx=padding_idx)):
         with pytest.raises(RefusedInput, match=words):
             call(table(5, 8))

@@ -378,8 +378,10 @@ def test_what_cannot_be_written_over_is_refused_and_left_as_it_was() -> None:
         ((split[0], k), "by split or chunk"),
         ((drawn(2, 5, 1, 8).expand(2, 5, 4, 8), k), "several elements share a place"),
         ((k, drawn(2, 1, 2, 8).expand(2, 5, 2, 8)), "several elements share a place"),
-        ((k, k), "one tensor"),
-        ((k, k[:, :, :2]), "one tensor"),
+        ((drawn(600).as_strided((2, 5, 4, 8), (100, 20, 4, 1)), k), "several elements share a place"),
+        ((k, k), "share places in memory"),
+        ((k, k[:, :, :2]), "share places in memory"),
+        ((k[:, :, :3], k[:, :, 2:]), "share places in memory"),
     ]
     for given, words in cases:
         before = [x.detach().clone() for x in given]

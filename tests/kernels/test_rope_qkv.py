@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -139,9 +140,29 @@ def test_what_cannot_be_written_over_is_refused_and_left_as_it_was() -> None:
     for qkv in (leaf, leaf.view(2, 5, 6, 16), leaf.expand(2, 5, 6, 16)):
         with pytest.raises(RefusedInput, match="a leaf that requires a gradient, nor over a view of one"):
             ops.rope_qkv(qkv, inplace=True, **given)
-    with pytest.raises(RefusedInput, match="several elements share a place in memory"):
-        ops.rope_qkv(drawn(2, 5, 1, 16).expand(2, 5, 6, 16), inplace=True, **given)
+    overlapping = drawn(600).as_strided((2, 5, 6, 16), (150, 26, 5, 1))
+    for qkv in (drawn(2, 5, 1, 16).expand(2, 5, 6, 16), overlapping):
+        said = "^rope_qkv: inplace cannot write over a tensor of which several elements share a place in memory; got"
+        with pytest.raises(
+            RefusedInput, match=rf"{said} such a qkv, float32.* Pass qkv\.clone\(\), or leave inplace out\.$"
+        ):
+            ops.rope_qkv(qkv, inplace=True, **given)
     assert torch.equal(leaf, before)
+
+
+def test_tensors_elsewhere_are_refused_by_their_names() -> None:
+    with pytest.raises(
+        RefusedInput, match=r"^rope_qkv: all tensors .* one device; got qkv on meta and cos on cpu\. Move"
+    ):
+        ops.rope_qkv(drawn(2, 5, 6, 16).to("meta"), **tables(5, 16))
+
+
+def test_numpys_whole_numbers_count() -> None:
+    qkv, given = drawn(2, 5, 6, 16), tables(5, 16)
+    found = ops.rope_qkv(qkv, kv_heads=np.int64(2), **given)
+    assert all(map(torch.equal, found, ops.rope_qkv(qkv, kv_heads=2, **given)))
+    with pytest.raises(RefusedInput, match=r"kv_heads must be a whole number"):
+        ops.rope_qkv(qkv, kv_heads=np.float32(2), **given)
 
 
 # ---- refusals ------------------------------------------------------------------------------------------------------

@@ -24,15 +24,12 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
-from fuselm.kernels.spec import TensorInfo, refuse
+from fuselm.kernels.spec import RefusedInput, TensorInfo, refuse
 
 # What the averages of a parameter are kept in.
 STATE_DTYPES = {"float64": "float64", "float32": "float32", "bfloat16": "float32", "float16": "float32"}
 # The ops whose contract this is, and the source of each.
 LIST_OPS = {"adamw": "adamw_step.cu", "global_norm": "global_norm.cu"}
-_ODD = ("complex64", "complex128", "clongdouble", "datetime64", "timedelta64", "str_", "bytes_", "void", "object_")
 NORM_CHUNK = 8192  # elements whose squares one block of global_norm.cu adds up
 
 Infos = Sequence[TensorInfo]
@@ -55,11 +52,12 @@ def check(
         )
     _check_there({"params": params, **others, "masters": masters})
     for step in steps:
-        if not isinstance(step, int | float | np.number) or _is_odd(step):
-            if _is_odd(step) or not hasattr(step, "shape"):
+        number = _of_numpy(step)
+        if not isinstance(number, int | float):
+            if number is not step or is_of_numpy(step) or not hasattr(step, "shape"):
                 rule = "adamw: step must be a number or a 0-dim tensor"
                 raise refuse(rule, f"a {type(step).__name__}", "Count the first step as 1.")
-        elif not step >= 1:
+        elif not number >= 1:
             raise refuse("adamw: step must be 1 or more", str(step), "Count the first step as 1.")
     for pair in betas:
         if not isinstance(pair, tuple | list) or len(pair) != 2 or not all(_is_beta(beta) for beta in pair):
@@ -100,8 +98,10 @@ def check_scalars(scalars: Mapping[str, Any], device: str = "") -> None:
     for name, scalar in scalars.items():
         rule = f"adamw: {name} must be a number or a 0-dim tensor"
         if not isinstance(scalar, TensorInfo):
-            if not _is_number(scalar):
+            if not isinstance(_of_numpy(scalar), int | float):
                 raise refuse(rule, f"a {type(scalar).__name__}", "Pass one number or one such tensor, for all of them.")
+        elif scalar.dtype.startswith("complex"):
+            raise refuse(rule, f"{name} {scalar}", "Take its real part.")
         elif scalar.shape:
             or_list = "" if name in ("grad_scale", "skip") else ", or a list with one for each"
             raise refuse(rule, f"{name} {scalar}", f"Take the one element that counts{or_list}.")
@@ -109,17 +109,14 @@ def check_scalars(scalars: Mapping[str, Any], device: str = "") -> None:
             raise refuse(rule, f"{name} {scalar}, where no numbers are", f"Make it on {device}, or pass a number.")
 
 
-def _is_number(scalar: Any) -> bool:
-    """Python's numbers and truth values, and numpy's."""
-    if isinstance(scalar, int | float):
-        return True
-    return isinstance(scalar, np.generic) and not _is_odd(scalar)
+def is_of_numpy(value: Any) -> bool:
+    """Whether it is an array or a scalar of numpy's, by name: torch.compile asks too, and knows no np.generic."""
+    return type(value).__module__ == "numpy"
 
 
-def _is_odd(scalar: Any) -> bool:
-    """Numpy's scalars that are no real numbers: complex ones, dates, spans of time, words. Asked by torch.compile, too,
-    which knows types of numpy by their names."""
-    return type(scalar).__name__ in _ODD
+def _of_numpy(value: Any) -> Any:
+    """A scalar of numpy's, or an array without dimensions, as Python has it; else what came."""
+    return value.item() if is_of_numpy(value) and hasattr(value, "shape") and not value.shape else value
 
 
 def check_rates(**rates: Any) -> None:
@@ -128,11 +125,9 @@ def check_rates(**rates: Any) -> None:
     Asked in every call, once for each set of options: a step uphill would go unnoticed.
     """
     for name, rate in rates.items():
-        number = rate
-        if not isinstance(rate, int | float) and hasattr(rate, "shape"):
-            if type(rate).__module__ != "numpy":  # by name: torch.compile, which sees tensors, knows no np.generic
-                continue
-            number = rate if rate.shape else rate.item()
+        number = _of_numpy(rate)
+        if hasattr(number, "shape") and not is_of_numpy(number):
+            continue
         if isinstance(number, bool) or not isinstance(number, int | float) or not number >= 0:
             rule = f"adamw: {name} must be a number, 0 or more" + (", or a 0-dim tensor" if name == "lr" else "")
             raise refuse(rule, repr(rate), f"Pass such a number for {name}.")
@@ -167,6 +162,12 @@ def check_params(params: Infos) -> None:
                 f"params[0] on {params[0].device}, params[{index}] on {param.device}",
                 "Call it once for each device.",
             )
+
+
+def cannot_overwrite(which: str, name: str, tensor: TensorInfo | None) -> RefusedInput:
+    """The words for a tensor of which several elements are one number in memory."""
+    rule = f"adamw: each of {name} must have a place in memory for each of its elements"
+    return refuse(rule, f"{which} {tensor}, of which several share one", f"Pass {name} that are cloned.")
 
 
 def _check_like(which: str, name: str, tensor: TensorInfo, param: TensorInfo) -> None:

@@ -39,6 +39,7 @@ from fuselm.kernels.spec import (
     OpSpec,
     RefusedInput,
     TensorInfo,
+    as_whole,
     refuse,
 )
 
@@ -148,10 +149,11 @@ def stray(name: str, value: int, place: tuple[int, ...], table: TensorInfo) -> R
 
 def padding_row(rows: int, padding_idx: int) -> int:
     """The row that padding_idx names in a table of so many, counted from the end where it is negative, as in torch."""
-    if isinstance(padding_idx, bool) or not isinstance(padding_idx, int) or not -rows <= padding_idx < rows:
-        rule = f"embedding: padding_idx must be a row of weight, from {-rows} to {rows - 1}"
+    row = as_whole(padding_idx)
+    if row is None or not -rows <= row < rows:
+        rule = f"embedding: padding_idx must be a row of weight, a whole number from {-rows} to {rows - 1}"
         raise refuse(rule, f"padding_idx={padding_idx!r}", "Name such a row, or leave padding_idx out.")
-    return padding_idx % rows
+    return row % rows
 
 
 def oracle(xp: Any, inputs: Arrays, options: Mapping[str, Any]) -> Arrays:

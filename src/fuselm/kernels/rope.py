@@ -164,10 +164,10 @@ def inplace_with_norm() -> RefusedInput:
     )
 
 
-def cannot_overwrite(name: str, tensor: TensorInfo, why: str) -> RefusedInput:
-    """The words for a q or k that may not be written over."""
+def cannot_overwrite(op: str, name: str, tensor: TensorInfo | None, why: str) -> RefusedInput:
+    """The words for a tensor that may not be written over."""
     remedy = f"Pass {name}.clone(), or leave inplace out."
-    return refuse(f"rope: inplace cannot write over {why}", f"such a {name}, {tensor}", remedy)
+    return refuse(f"{op}: inplace cannot write over {why}", f"such a {name}, {tensor}", remedy)
 
 
 # ---- truth ---------------------------------------------------------------------------------------------------------

@@ -18,7 +18,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fuselm.kernels import rope
-from fuselm.kernels.spec import DTYPE_BYTES, Arrays, BadCall, Case, Cost, InputSpec, OpSpec, TensorInfo, refuse
+from fuselm.kernels.spec import (
+    DTYPE_BYTES,
+    Arrays,
+    BadCall,
+    Case,
+    Cost,
+    InputSpec,
+    OpSpec,
+    TensorInfo,
+    as_whole,
+    refuse,
+)
 
 NAME = "rope_qkv"
 
@@ -37,6 +48,10 @@ def check(
     _check_packed(qkv)
     q_heads, kv_heads = heads_of(qkv.shape[2], kv_heads)
     shape = (*qkv.shape[:2], q_heads, qkv.shape[3])
+    for name, tensor in {"cos": cos, "sin": sin, "positions": positions}.items():
+        if tensor is not None and tensor.device != qkv.device and tensor.device and qkv.device:
+            arrived = f"qkv on {qkv.device} and {name} on {tensor.device}"
+            raise refuse("rope_qkv: all tensors must be on one device", arrived, f"Move {name} to {qkv.device}.")
     q, k = (TensorInfo((*shape[:2], heads, shape[3]), qkv.dtype, qkv.device) for heads in (q_heads, kv_heads))
     rope.check(q, k, cos, sin, positions, None, None, None, interleaved)
 
@@ -56,10 +71,11 @@ def heads_of(all_heads: int, kv_heads: int | None) -> tuple[int, int]:
             rule = "rope_qkv: without kv_heads q, k and v have a third of the heads each"
             raise refuse(rule, f"{all_heads} heads", "Pass kv_heads.")
         return all_heads // 3, all_heads // 3
-    if isinstance(kv_heads, bool) or not isinstance(kv_heads, int) or not 0 <= 2 * kv_heads <= all_heads:
+    count = as_whole(kv_heads)
+    if count is None or not 0 <= 2 * count <= all_heads:
         rule = "rope_qkv: kv_heads must be a whole number from 0 to half of all heads"
         raise refuse(rule, f"kv_heads={kv_heads!r} of {all_heads} heads", "Pass how many heads k has.")
-    return all_heads - 2 * kv_heads, kv_heads
+    return all_heads - 2 * count, count
 
 
 # ---- truth ---------------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ import importlib
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -172,6 +173,13 @@ def ops() -> dict[str, OpSpec]:
 def refuse(rule: str, arrived: str, remedy: str) -> RefusedInput:
     """The one shape of every refusal: what must hold, what came, what to do."""
     return RefusedInput(f"{rule}; got {arrived}. {remedy}")
+
+
+def as_whole(given: Any) -> int | None:
+    """A whole number as an int, numpy's too, and nothing of what is none; no truth value counts as one."""
+    if isinstance(given, int):
+        return None if isinstance(given, bool) else given
+    return int(given) if type(given).__module__ == "numpy" and isinstance(given, Integral) else None
 
 
 def check_number(op: str, name: str, number: object) -> None:

@@ -88,6 +88,9 @@ def adamw(
         raise refuse(rule, f"params[{wrong[0]}] of float64", "Convert it.")
     contract.check(infos, {name: _infos(given) for name, given in others.items()}, _infos(masters), [], [betas])
     decays = _decays(weight_decay, form)
+    for name, scalar in {"lr": lr, "grad_scale": grad_scale, "skip": skip}.items():
+        if scalar is not None and (name != "lr" or hasattr(scalar, "shape")):  # numbers for lr: check_rates
+            contract.check_scalars({name: info(scalar) if hasattr(scalar, "shape") else scalar})
     for decay in set(decays):
         contract.check_rates(lr=lr, eps=eps, weight_decay=decay)
     wanted = [_Group(float(betas[0]), float(betas[1]), float(eps), decay) for decay in decays]

@@ -20,6 +20,7 @@ from torch.compiler import is_compiling
 
 from fuselm.kernels import adamw as contract
 from fuselm.kernels.torch_ops import check_are_tensors, fills_memory, info, load_cuda, register
+from fuselm.kernels.torch_ops.places import shares_places
 
 # Of masters there are none, or one for each parameter.
 _NAMES = ("params", "grads", "exp_avgs", "exp_avg_sqs", "masters")
@@ -157,6 +158,16 @@ def _check(lists: _Lists, table: _Table, grad_scale: Any, skip: Any) -> None:
     others: Any = {"grads": grads, "exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs}
     steps, betas = [options.step for options in table.options], [options.betas for options in table.options]
     contract.check(params, others, masters, steps, betas)  # type: ignore[arg-type]
+    if not is_compiling():
+        _check_places(lists)
+
+
+def _check_places(lists: _Lists) -> None:
+    """Refuse what has less memory than elements: torch would, when other tensors have been written over."""
+    for name, tensors in zip(_NAMES, lists, strict=True):
+        for index, tensor in enumerate(tensors):
+            if name != "grads" and shares_places(tensor):
+                raise contract.cannot_overwrite(f"{name}[{index}]", name, info(tensor))
 
 
 # --- one launch -------------------------------------------------------------------------------------------------------

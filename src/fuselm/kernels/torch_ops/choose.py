@@ -23,7 +23,9 @@ from typing import Any
 
 IMPLS = ("auto", "fused", "torch")
 HERE = Path(__file__).parent
-NOT_OPS = ("__init__", "activations", "blocks", "choose", "cross_entropy_plain", "elementwise", "pieces", "weight_sum")
+# What ops share, or one has besides.
+NOT_OPS = {"__init__", "choose", "activations", "elementwise", "places", "blocks", "pieces", "weight_sum"}
+NOT_OPS |= {"cross_entropy_plain"}
 
 # An op that is another one of views, in a pass less, is what that one is unless somebody says otherwise.
 GOES_WITH = {"rope_qkv": "rope"}
@@ -32,7 +34,7 @@ GOES_WITH = {"rope_qkv": "rope"}
 @cache
 def torch_op_names() -> tuple[str, ...]:
     """Every op that PyTorch has."""
-    return tuple(sorted({path.stem for path in HERE.glob("*.py")} - set(NOT_OPS)))
+    return tuple(sorted({path.stem for path in HERE.glob("*.py")} - NOT_OPS))
 
 
 def home(name: str) -> str:

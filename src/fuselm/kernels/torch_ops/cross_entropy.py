@@ -29,6 +29,7 @@ from fuselm.kernels.torch_ops import (
     register,
 )
 from fuselm.kernels.torch_ops.cross_entropy_plain import counting, gradient_of, losses_of, parts, wide_dtype
+from fuselm.kernels.torch_ops.places import shares_places
 
 # Mask of wanted outputs, for (loss, losses, lse, counted, dlogits).
 _LOSS, _LOSSES, _LSE, _COUNTED, _DLOGITS = 1, 2, 4, 8, 16
@@ -199,10 +200,10 @@ def _refuse_what_cannot_be_overwritten(logits: Tensor) -> None:
             f"such logits, {info(logits)}",
             "Pass what a model computed, or leave inplace out.",
         )
-    if torch._debug_has_internal_overlap(logits) == 1:
+    if shares_places(logits):
         raise refuse(
             "cross_entropy: inplace cannot write over logits of which several share a place in memory",
-            f"expanded logits, {info(logits)}",
+            f"such logits, {info(logits)}",
             "Pass logits.contiguous(), or leave inplace out.",
         )
 

@@ -9,6 +9,7 @@ The contract is kernels/embedding.py. On CUDA the raw ops run embedding*.cu; els
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -91,10 +92,22 @@ def embedding_reference(
     padding_idx: int | None = None,
 ) -> Tensor:
     """The same by torch's own lookup: the yardstick for errors and speed. It takes float64 too."""
-    out = F.embedding(ids, weight, padding_idx)
+    return _composed(F.embedding, ids, weight, position_weight, positions, dtype, padding_idx)
+
+
+def _composed(
+    look_up: Callable[..., Tensor],
+    ids: Tensor,
+    weight: Tensor,
+    position_weight: Tensor | None,
+    positions: Tensor | None,
+    dtype: Dtype,
+    padding_idx: int | None,
+) -> Tensor:
+    out = look_up(ids, weight, padding_idx)
     wanted = weight.dtype if dtype is None else dtype if isinstance(dtype, torch.dtype) else getattr(torch, dtype)
     if position_weight is not None:
-        added = _first(position_weight, ids) if positions is None else F.embedding(positions, position_weight)
+        added = _first(position_weight, ids) if positions is None else look_up(positions, position_weight)
         if not out.dtype == added.dtype == wanted:  # where all are alike torch adds in fp32 by itself, in one pass
             out, added = _wide(out), _wide(added)
         out = out + added
@@ -113,14 +126,25 @@ def _transformed(
     _check(ids, weight, position_weight, positions, dtype)
     padding = None if padding_idx is None else contract.padding_row(weight.shape[0], padding_idx)
     places = None if position_weight is None else _wide_if_learned(position_weight)
-    more: dict[str, Any] = {"position_weight": places, "positions": positions, "padding_idx": padding}
+    given = (ids, _wide_if_learned(weight), places, positions, dtype or weight.dtype, padding)
     try:
-        return embedding_reference(ids, _wide_if_learned(weight), dtype=dtype or weight.dtype, **more)
+        return _composed(F.embedding if _looks_at_values(ids) else _look_up_or_nan, *given)
     except IndexError:  # on a CPU torch's lookup looks at the values too
         for name, indices, table in (("ids", ids, weight), ("positions", positions, position_weight)):
             if indices is not None and table is not None:
                 _refuse_strays(name, torch.func.debug_unwrap(indices), table)
         raise
+
+
+def _looks_at_values(ids: Tensor) -> bool:
+    """Whether torch's lookup refuses a row that is not there. On CUDA it ends whatever else the process does there."""
+    return ids.device.type == "cpu"
+
+
+def _look_up_or_nan(indices: Tensor, table: Tensor, padding_idx: int | None = None) -> Tensor:
+    """As F.embedding; NaN for a row that is not there, which adds nothing to the table's gradient."""
+    near = indices.clamp(0, table.shape[0] - 1)
+    return F.embedding(near, table, padding_idx).masked_fill((near != indices)[..., None], torch.nan)
 
 
 def _wide_if_learned(table: Tensor) -> Tensor:

@@ -29,6 +29,7 @@ from fuselm.kernels.torch_ops import (
     refuse_second_gradient,
     register,
 )
+from fuselm.kernels.torch_ops.places import share_places, shares_places
 
 # Mask of wanted outputs, for (q_out, k_out, q_rstd, k_rstd); in backward (dq, dk, dq_weight, dk_weight).
 _Q, _K, _OF_Q, _OF_K = 1, 2, 4, 8
@@ -189,7 +190,7 @@ def _written_over(given: Given, compiling: bool) -> tuple[Tensor, Tensor]:
     """In place where no gradient is recorded."""
     q, k = given[:2]
     if not compiling:
-        refuse_what_cannot_be_overwritten(q, k, False)
+        _refuse_what_cannot_be_overwritten(q, k, False)
     _inplace(*given, False, _NO_OUTPUTS)
     if not compiling:  # who kept q or k for a backward of their own is to hear of it
         torch.autograd.graph.increment_version((q, k))
@@ -211,7 +212,7 @@ def _with_gradients(given: Given, normed: bool, inplace: bool, compiling: bool) 
     elif not inplace:
         made = _apply(q, k, cos, sin, positions, interleaved, False)
     else:
-        refuse_what_cannot_be_overwritten(q, k, True)
+        _refuse_what_cannot_be_overwritten(q, k, True)
         if q.requires_grad and k.requires_grad and not q._is_view() and not k._is_view():
             return _apply(q, k, cos, sin, positions, interleaved, True)
         # Autograd lets a function write over one view, and then return no other tensor besides.
@@ -225,27 +226,26 @@ def _with_gradients(given: Given, normed: bool, inplace: bool, compiling: bool) 
     return made
 
 
-def refuse_what_cannot_be_overwritten(q: Tensor, k: Tensor, learns: bool) -> None:
-    """Refuse leaves, views that autograd will not have changed, and tensors that share a place with themselves."""
+def _refuse_what_cannot_be_overwritten(q: Tensor, k: Tensor, learns: bool) -> None:
     for name, x in (("q", q), ("k", k)):
-        known = info(x)
-        assert known is not None
-        if torch._debug_has_internal_overlap(x) == 1:
-            raise contract.cannot_overwrite(name, known, "a tensor of which several elements share a place in memory")
-        if not learns or not x.requires_grad:
-            continue
-        base = x if x._base is None else x._base
-        if base.is_leaf and base.requires_grad:
-            why = "a leaf that requires a gradient, nor over a view of one"
-            raise contract.cannot_overwrite(name, known, why)
-        if x._is_view() and torch._C._autograd._get_creation_meta(x) != _ORDINARY_VIEW:
-            why = "one of several views that were made at once, by split or chunk, where a gradient is recorded"
-            raise contract.cannot_overwrite(name, known, why)
-    same_start = q.untyped_storage()._cdata == k.untyped_storage()._cdata and q.storage_offset() == k.storage_offset()
-    if same_start and q.numel() and k.numel():
-        known = info(k)
-        assert known is not None
-        raise contract.cannot_overwrite("k", known, "a q and a k that are one tensor")
+        if why := why_not_over(x, learns):
+            raise contract.cannot_overwrite(contract.NAME, name, info(x), why)
+    if share_places(q, k):
+        raise contract.cannot_overwrite(contract.NAME, "k", info(k), "a q and a k that share places in memory")
+
+
+def why_not_over(x: Tensor, learns: bool) -> str:
+    """What x is that must not be written over: a leaf, say, or one of several views. Nothing where it may be."""
+    if shares_places(x):
+        return "a tensor of which several elements share a place in memory"
+    if not learns or not x.requires_grad:
+        return ""
+    base = x if x._base is None else x._base
+    if base.is_leaf and base.requires_grad:
+        return "a leaf that requires a gradient, nor over a view of one"
+    if x._is_view() and torch._C._autograd._get_creation_meta(x) != _ORDINARY_VIEW:
+        return "one of several views that were made at once, by split or chunk, where a gradient is recorded"
+    return ""
 
 
 _ORDINARY_VIEW = torch._C._autograd.CreationMeta.DEFAULT

@@ -50,13 +50,14 @@ def rope_qkv(
             raise TypeError("inplace")
         q, k, v = _parts(qkv, kv_heads)
         traced = is_compiling() or is_transformed()
-        if traced or not (qkv.requires_grad and torch.is_grad_enabled()):
+        learns = qkv.requires_grad and torch.is_grad_enabled()
+        if inplace and not traced and (why := turning.why_not_over(qkv, learns)):
+            raise rope_contract.cannot_overwrite(contract.NAME, "qkv", info(qkv), why)
+        if traced or not learns:
             over = inplace and not traced
             q, k = turning.rope(q, k, cos, sin, positions=positions, interleaved=interleaved, inplace=over)
             return q, k, v if traced else v.detach()  # in inference mode a view would ask for gradients as qkv does
         _refuse_learned_tables(cos, sin)
-        if inplace:
-            turning.refuse_what_cannot_be_overwritten(q, k, True)
         return _apply(qkv, cos, sin, positions, kv_heads, interleaved, inplace)
     except (RuntimeError, ValueError, TypeError, AttributeError, IndexError) as caught:
         error = caught
