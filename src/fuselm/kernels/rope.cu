@@ -223,7 +223,8 @@ __device__ inline N either(bool second, N q, N k) {
 // between the start and the loads nothing but what those need: all parameters are asked for at once and by all threads,
 // and a place in memory is a sum of 32 bits. Its code is not in a cache when it starts, so that what it takes goes with
 // how much there is of it: 46 instructions and all four loads, where there are 61 before the first, 104 before those of
-// the tables, and parameters that are asked for by what others say. kSame: out as in, which is what is usual, too.
+// the tables, and parameters that are asked for by what others say. kSame: out lies as in. (Not found where there
+// is one token, one head or one row of the batch: in is said to have stride 0 there, and out its real one.)
 template <typename T, int V, bool kInterleaved, bool kSame>
 __global__ void __launch_bounds__(kThreads) rope_forward_brief_kernel(const __grid_constant__ BriefArgs a) {
   using S = Part<T, V, kInterleaved, kInterleaved ? V / 2 : V, false>;

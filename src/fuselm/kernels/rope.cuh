@@ -11,7 +11,7 @@
 // vector of each half, of interleaved pairs it is one vector. How long a vector is, 16 bytes or, where H / 2 is no
 // multiple of that, fewer, depends on H and the dtype alone, never on strides or alignment: where lanes add up a head,
 // for QK-norm, the sum has one order. Tensors that cannot be moved in such vectors take the *_any kernels, element by
-// element and to the same bits.
+// element and to the same bits (but for the gradients of QK-norm's weights, whose sums over tokens have another order).
 #pragma once
 #include <initializer_list>
 
