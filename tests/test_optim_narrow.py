@@ -14,12 +14,29 @@ from fuselm.optim import AdamW
 from tests.test_optim import gradients, parameters
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+DEVICES = ("cpu", pytest.param("cuda", marks=pytest.mark.gpu))
 in_16_bits = pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
 
 
-def narrowed(dtype: torch.dtype = BF16, **options: Any) -> tuple[list[Parameter], AdamW, list[Tensor]]:
+@pytest.fixture
+def device(request: pytest.FixtureRequest) -> str:
+    if request.param == "cuda" and not torch.cuda.is_available():
+        pytest.skip("torch sees no CUDA device")
+    return str(request.param)
+
+
+on_each_device = pytest.mark.parametrize("device", DEVICES, indirect=True)
+
+
+def made(device: str) -> list[Parameter]:
+    return [Parameter(param.detach().to(device)) for param in parameters(F32)]
+
+
+def narrowed(
+    device: str = "cpu", dtype: torch.dtype = BF16, **options: Any
+) -> tuple[list[Parameter], AdamW, list[Tensor]]:
     """Parameters, all but the last of which have a narrow copy."""
-    params = parameters(F32)
+    params = made(device)
     optimizer = AdamW(params, lr=0.01, **options)
     return params, optimizer, [optimizer.narrow(param, dtype) for param in params[:-1]]
 
@@ -28,21 +45,22 @@ def give(params: list[Parameter], copies: list[Tensor], step: int) -> None:
     """A gradient for each, that of a copy in its dtype."""
     leaves = [*copies, *params[len(copies) :]]
     for leaf, grad in zip(leaves, gradients(step, F32), strict=True):
-        leaf.grad = grad.to(leaf.dtype)
+        leaf.grad = grad.to(leaf.device, leaf.dtype)
 
 
+@on_each_device
 @in_16_bits
 @pytest.mark.parametrize("impl", ["auto", "torch"])
-def test_a_step_by_copies_is_the_step_by_their_gradients_in_fp32(dtype: torch.dtype, impl: str) -> None:
-    params, optimizer, copies = narrowed(dtype, impl=impl)
-    plain = parameters(F32)
+def test_a_step_by_copies_is_the_step_by_their_gradients_in_fp32(device: str, dtype: torch.dtype, impl: str) -> None:
+    params, optimizer, copies = narrowed(device, dtype, impl=impl)
+    plain = made(device)
     usual = AdamW(plain, lr=0.01, impl=impl)
     for step in range(4):
         give(params, copies, step)
         for param, grad in zip(plain, gradients(step, F32), strict=True):
-            param.grad = grad.to(dtype).float() if param is not plain[-1] else grad
-        optimizer.step(grad_scale=torch.tensor(0.5))
-        usual.step(grad_scale=torch.tensor(0.5))
+            param.grad = (grad.to(dtype).float() if param is not plain[-1] else grad).to(device)
+        optimizer.step(grad_scale=torch.tensor(0.5, device=device))
+        usual.step(grad_scale=torch.tensor(0.5, device=device))
         for param, other in zip(params, plain, strict=True):
             assert torch.equal(param, other)
             for name in ("step", "exp_avg", "exp_avg_sq"):
@@ -53,33 +71,36 @@ def test_a_step_by_copies_is_the_step_by_their_gradients_in_fp32(dtype: torch.dt
     assert all("master" not in optimizer.state[param] for param in params)
 
 
-def test_a_skipped_step_leaves_a_parameter_and_its_twin() -> None:
-    params, optimizer, copies = narrowed()
+@on_each_device
+def test_a_skipped_step_leaves_a_parameter_and_its_twin(device: str) -> None:
+    params, optimizer, copies = narrowed(device)
     before = [tensor.detach().clone() for tensor in (*params, *copies)]
     give(params, copies, 0)
-    optimizer.step(skip=torch.tensor(True))
+    optimizer.step(skip=torch.tensor(True, device=device))
     optimizer.uncount()
     for tensor, old in zip((*params, *copies), before, strict=True):
         assert torch.equal(tensor, old)
-    optimizer.step(skip=torch.tensor(False))
+    optimizer.step(skip=torch.tensor(False, device=device))
     assert not torch.equal(copies[0], before[len(params)])
 
 
-def test_a_skipped_step_does_not_hide_that_somebody_has_written_over_a_parameter() -> None:
-    params, optimizer, copies = narrowed()
+@on_each_device
+def test_a_skipped_step_does_not_hide_that_somebody_has_written_over_a_parameter(device: str) -> None:
+    params, optimizer, copies = narrowed(device)
     with torch.no_grad():
         params[0].mul_(3.0)
     give(params, copies, 0)
-    optimizer.step(skip=torch.tensor(True))
+    optimizer.step(skip=torch.tensor(True, device=device))
     optimizer.refresh()
     assert torch.equal(copies[0], params[0].to(BF16))
     optimizer.step()  # and one that is made writes what it has made
     assert torch.equal(copies[0], params[0].to(BF16))
 
 
-def test_a_frozen_parameter_stays_and_so_does_its_twin() -> None:
+@on_each_device
+def test_a_frozen_parameter_stays_and_so_does_its_twin(device: str) -> None:
     """Frozen before it has one, and after; with a gradient that was there already."""
-    params = parameters(F32)
+    params = made(device)
     params[0].requires_grad_(False)
     optimizer = AdamW(params, lr=0.01)
     copies = [optimizer.narrow(param, BF16) for param in params[:-1]]
@@ -100,19 +121,21 @@ def test_a_frozen_parameter_stays_and_so_does_its_twin() -> None:
     assert not torch.equal(params[1], before[1])
 
 
-def test_what_had_no_gradient_takes_no_step() -> None:
-    params, optimizer, copies = narrowed()
+@on_each_device
+def test_what_had_no_gradient_takes_no_step(device: str) -> None:
+    params, optimizer, copies = narrowed(device)
     give(params, copies, 0)
     copies[0].grad = None
     before = params[0].detach().clone()
     optimizer.step()
     assert torch.equal(params[0], before)
     assert params[0] not in optimizer.state
-    assert not torch.equal(params[1], parameters(F32)[1])
+    assert not torch.equal(params[1], made(device)[1])
 
 
-def test_a_copy_follows_a_parameter_that_was_written_over_when_it_is_told() -> None:
-    params, optimizer, copies = narrowed()
+@on_each_device
+def test_a_copy_follows_a_parameter_that_was_written_over_when_it_is_told(device: str) -> None:
+    params, optimizer, copies = narrowed(device)
     give(params, copies, 0)
     optimizer.step()
     kept = copies[1].detach().clone()

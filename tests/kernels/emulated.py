@@ -36,6 +36,7 @@ import torch
 from fuselm import compiler
 from fuselm.files import cache_dir
 from fuselm.kernels import build, toolchain
+from fuselm.kernels.adamw import LIST_OPS
 from fuselm.kernels.spec import op_names
 
 EMULATOR = Path(__file__).with_name("emulator")
@@ -273,8 +274,10 @@ _loaded: list[ctypes.CDLL] = []
 
 def load(architecture: int = 90) -> None:
     """Run kernels on CPU tensors from now on, as a GPU of one of ARCHITECTURES does."""
-    for name in op_names():  # whose plain formulas would take the place of kernels that are there first
-        importlib.import_module(f"fuselm.kernels.torch_ops.{name}")
+    # Before the library: their plain formulas would take the place of kernels that are there first.
+    modules = {name: importlib.import_module(f"fuselm.kernels.torch_ops.{name}") for name in (*op_names(), *LIST_OPS)}
+    for name in LIST_OPS:
+        modules[name].is_on_gpu = lambda tensor: tensor is not None and tensor.device.type == "cpu"  # type: ignore[attr-defined]
     path = str(library(architecture))
     torch.ops.load_library(path)
     emulator = ctypes.CDLL(path)

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from fuselm import ops
+from fuselm.bench.sanitize import list_calls
+from fuselm.kernels.adamw import LIST_OPS
 from fuselm.kernels.spec import Case
 from tests.kernels import emulated
+from tests.kernels.arrays import assert_same_bits, to_numpy
 from tests.kernels.problems import (
     OPS,
     all_numpy,
@@ -26,6 +30,23 @@ def test_calls_launch_kernels(op_name: str, case: Case) -> None:
     before = emulated.launches()
     run(op_of(op_name), problem_of(op_name, case), "cpu")
     assert emulated.launches() > before or case.size == 0
+
+
+@pytest.mark.parametrize("op_name", LIST_OPS)
+def test_calls_over_lists_launch_kernels_and_have_the_same_bits_on_devices_of_any_size(op_name: str) -> None:
+    found = []
+    for size in emulated.MULTIPROCESSORS:
+        emulated.use(size)
+        for lists, options in list_calls(op_name, "cpu"):
+            before = emulated.launches()
+            result = getattr(ops, op_name)(*lists, **options)
+            assert emulated.launches() > before
+            written = [tensor for one in (*lists, options.get("masters", ())) for tensor in one]
+            found.append([to_numpy(tensor) for tensor in (*written, result) if tensor is not None])
+    half = len(found) // len(emulated.MULTIPROCESSORS)
+    for one, other in zip(found[:half], found[half:], strict=True):
+        for index, (mine, its) in enumerate(zip(one, other, strict=True)):
+            assert_same_bits(f"tensor {index}", mine, its)
 
 
 @pytest.mark.parametrize(("op_name", "case"), each_case())

@@ -27,14 +27,14 @@ def places(x: Tensor) -> list[int]:
     return x.flatten().tolist()  # each number of MEMORY says where it is
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(views)
 def test_a_view_said_to_share_no_places_has_one_for_each_element(x: Tensor) -> None:
     if not shares_places(x):
         assert len(set(places(x))) == x.numel()
 
 
-@settings(max_examples=2000, deadline=None)
+@settings(max_examples=600, deadline=None)
 @given(views, views)
 def test_views_said_to_share_no_places_do_not(a: Tensor, b: Tensor) -> None:
     assert share_places(a, b) == share_places(b, a)

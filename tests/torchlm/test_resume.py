@@ -213,7 +213,7 @@ def test_weights_of_another_model_are_refused(change: Any, words: str, data: Pat
 # --- killed ----------------------------------------------------------------------------------------------------------
 
 KILLED = (
-    "--preset", "tiny", "--device", "cpu", "--steps", "80", "--batch-size", "4", "--micro-batch", "2",
+    "--preset", "tiny", "--device", "cpu", "--steps", "40", "--batch-size", "4", "--micro-batch", "2",
     "--context", "16", "--samples", "0", "--set", "num_layers=1", "--set", "width=16", "--set", "num_heads=2",
     "--set", "ffn_width=32", "--set", "num_experts=4", "--set", "dropout=0.2", "--set", "rows=documents",
     "--set", "log_every=1", "--set", "save_every=1", "--set", "eval_every=7", "--set", "sample_every=9",
@@ -251,19 +251,19 @@ def test_killed_at_any_moment_it_goes_on_to_the_same_end(data: Path, tmp_path: P
     for _ in range(2):
         kill_once_it_has_saved(data, tmp_path / "killed", dice.uniform(0.0, 0.08))
     reached = last_step(tmp_path / "killed")
-    assert 2 <= reached < 80
+    assert 2 <= reached < 40
     results = [
         CliRunner().invoke(app, ["train", str(data), "--out", str(tmp_path / name), *KILLED])
         for name in ("killed", "whole")
     ]
     assert [result.exit_code for result in results] == [0, 0], results[0].output + results[1].output
-    assert f"going on from step {reached} of 80" in results[0].stderr
+    assert f"going on from step {reached} of 40" in results[0].stderr
     killed, whole = open_run(tmp_path / "killed"), open_run(tmp_path / "whole")
     assert_same_state(killed, whole)
     assert killed.saved == whole.saved
     assert_same_arrays(killed.load("best").weights, whole.load("best").weights)
     logs = [list(read_log(run.folder / "log.jsonl")) for run in (killed, whole)]
-    assert [step for step, _ in losses(logs[0])] == list(range(1, 81))
+    assert [step for step, _ in losses(logs[0])] == list(range(1, 41))
     assert losses(logs[0]) == losses(logs[1])
     for kind in ("eval", "sample"):
         found = [[(r["step"], r.get("loss"), r.get("text")) for r in of_kind(log, kind)] for log in logs]

@@ -35,13 +35,11 @@ NORM_CHUNK = 8192  # elements whose squares one block of global_norm.cu adds up
 Infos = Sequence[TensorInfo]
 
 
-def check(
-    params: Infos, others: Mapping[str, Infos], masters: Infos, steps: Sequence[Any], betas: Sequence[Any]
-) -> None:
+def check(params: Infos, others: Mapping[str, Infos], masters: Infos, betas: Sequence[Any]) -> None:
     """Raise RefusedInput for the first rule that is broken; `others` are grads, exp_avgs and exp_avg_sqs by name.
 
-    `masters` is empty or has one for each parameter, without an element where there is none. Steps that are tensors are
-    not looked at. A None is refused where a tensor must be.
+    `masters` is empty or has one for each parameter, without an element where there is none. A None is refused where a
+    tensor must be.
     """
     if any(len(tensors) != len(params) for tensors in others.values()) or len(masters) not in (0, len(params)):
         named = {"params": params, **others, **({"masters": masters} if masters else {})}
@@ -51,14 +49,6 @@ def check(
             "Leave a parameter without a gradient out of all of them.",
         )
     _check_there({"params": params, **others, "masters": masters})
-    for step in steps:
-        number = _of_numpy(step)
-        if not isinstance(number, int | float):
-            if number is not step or is_of_numpy(step) or not hasattr(step, "shape"):
-                rule = "adamw: step must be a number or a 0-dim tensor"
-                raise refuse(rule, f"a {type(step).__name__}", "Count the first step as 1.")
-        elif not number >= 1:
-            raise refuse("adamw: step must be 1 or more", str(step), "Count the first step as 1.")
     for pair in betas:
         if not isinstance(pair, tuple | list) or len(pair) != 2 or not all(_is_beta(beta) for beta in pair):
             raise refuse(
@@ -117,6 +107,17 @@ def is_of_numpy(value: Any) -> bool:
 def _of_numpy(value: Any) -> Any:
     """A scalar of numpy's, or an array without dimensions, as Python has it; else what came."""
     return value.item() if is_of_numpy(value) and hasattr(value, "shape") and not value.shape else value
+
+
+def check_step(step: Any) -> None:
+    """Refuse a step below 1, or none; a tensor, which nobody reads, passes. Asked as `check_rates` is."""
+    number = _of_numpy(step)
+    if not isinstance(number, int | float):
+        if is_of_numpy(step) or not hasattr(step, "shape"):
+            rule = "adamw: step must be a number or a 0-dim tensor"
+            raise refuse(rule, f"a {type(step).__name__}", "Count the first step as 1.")
+    elif not number >= 1:
+        raise refuse("adamw: step must be 1 or more", str(step), "Count the first step as 1.")
 
 
 def check_rates(**rates: Any) -> None:

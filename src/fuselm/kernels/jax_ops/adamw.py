@@ -86,7 +86,7 @@ def adamw(
     if wrong := [i for i, one in enumerate(infos) if one.dtype == "float64"]:
         rule = "adamw: for JAX a parameter must be float32, bfloat16 or float16"
         raise refuse(rule, f"params[{wrong[0]}] of float64", "Convert it.")
-    contract.check(infos, {name: _infos(given) for name, given in others.items()}, _infos(masters), [], [betas])
+    contract.check(infos, {name: _infos(given) for name, given in others.items()}, _infos(masters), [betas])
     decays = _decays(weight_decay, form)
     for name, scalar in {"lr": lr, "grad_scale": grad_scale, "skip": skip}.items():
         if scalar is not None and (name != "lr" or hasattr(scalar, "shape")):  # numbers for lr: check_rates

@@ -146,6 +146,11 @@ def info(tensor: torch.Tensor | None) -> TensorInfo | None:
     return TensorInfo(tuple(tensor.shape), dtype, str(tensor.device))
 
 
+def is_on_gpu(tensor: Any) -> bool:
+    """Whether an op over a list, which no dispatcher looks at, takes its kernel. (Tests have one for a CPU as well.)"""
+    return bool(getattr(tensor, "is_cuda", False))
+
+
 def fills_memory(tensor: torch.Tensor) -> bool:
     """Whether a tensor has neither gaps nor overlaps, in whatever order of its dimensions."""
     if not tensor.numel():

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from fuselm.kernels import adamw as contract
-from fuselm.kernels.torch_ops import check_are_tensors, fills_memory, info, load_cuda, register
+from fuselm.kernels.torch_ops import check_are_tensors, fills_memory, info, is_on_gpu, load_cuda, register
 from fuselm.kernels.torch_ops.places import shares_places
 
 # Of masters there are none, or one for each parameter.
@@ -55,7 +55,7 @@ def adamw(
     """
     lists: _Lists = (list(params), list(grads), list(exp_avgs), list(exp_avg_sqs), list(masters or ()))
     table = _Table.of(len(lists[0]), step, lr, betas, eps, weight_decay)
-    if is_compiling() or not (lists[0] and getattr(lists[0][0], "is_cuda", False)):
+    if is_compiling() or not (lists[0] and is_on_gpu(lists[0][0])):
         _check(lists, table, grad_scale, skip)
         _plain(lists, table, grad_scale, skip)
         return
@@ -113,6 +113,7 @@ class _Table(NamedTuple):
         given = (step, lr, betas, eps, weight_decay)
         lengths = {name: len(one) for name, one in zip(_Options._fields, given, strict=True) if isinstance(one, list)}
         if not lengths:
+            contract.check_step(step)
             contract.check_rates(lr=lr, eps=eps, weight_decay=weight_decay)
             return cls([_Options(*given)], [0] * count)
         contract.check_lengths(count, lengths)
@@ -124,6 +125,7 @@ class _Table(NamedTuple):
             if key not in known:
                 known[key] = len(options)
                 options.append(_Options(*row))
+                contract.check_step(row[0])
                 contract.check_rates(lr=row[1], eps=row[3], weight_decay=row[4])
             groups.append(known[key])
         return cls(options, groups)
@@ -156,8 +158,7 @@ def _check(lists: _Lists, table: _Table, grad_scale: Any, skip: Any) -> None:
         check_are_tensors("adamw", there, {})
     params, grads, exp_avgs, exp_avg_sqs, masters = ([info(t) for t in tensors] for tensors in lists)
     others: Any = {"grads": grads, "exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs}
-    steps, betas = [options.step for options in table.options], [options.betas for options in table.options]
-    contract.check(params, others, masters, steps, betas)  # type: ignore[arg-type]
+    contract.check(params, others, masters, [options.betas for options in table.options])  # type: ignore[arg-type]
     if not is_compiling():
         _check_places(lists)
 
@@ -175,8 +176,6 @@ def _check_places(lists: _Lists) -> None:
 
 def _fused(lists: _Lists, table: _Table, grad_scale: Tensor | None, skip: Tensor | None) -> None:
     like = lists[0][0]
-    if not all(isinstance(options.step, Tensor) or options.step >= 1 for options in table.options):
-        raise TypeError("a step below 1")  # for which check() has the words
     on_device = any(isinstance(one, Tensor) for options in table.options for one in options[:2])
     scalars = [_on(like, one) for options in table.options for one in (options.lr, options.step)] if on_device else []
     numbers = [
@@ -194,8 +193,8 @@ def _on(like: Tensor, scalar: Any, dtype: torch.dtype = torch.float32) -> Tensor
     """A scalar as a tensor on the device."""
     if not isinstance(scalar, Tensor):
         return torch.full((), scalar, dtype=dtype, device=like.device)
-    if scalar.dim():
-        raise TypeError("a scalar with dimensions")  # for which check() has the words
+    if scalar.dim() or scalar.is_complex():
+        raise TypeError("a scalar with dimensions, or two parts")  # for which check() has the words
     return scalar.detach().to(like.device, dtype, non_blocking=True)
 
 

@@ -17,7 +17,7 @@ from torch.compiler import is_compiling
 
 from fuselm.kernels.adamw import NORM_CHUNK
 from fuselm.kernels.spec import refuse
-from fuselm.kernels.torch_ops import check_are_tensors, fills_memory, load_cuda, register
+from fuselm.kernels.torch_ops import check_are_tensors, fills_memory, is_on_gpu, load_cuda, register
 
 _FIRST = 1
 _SUMMED = (torch.float32, torch.float16, torch.bfloat16)  # what the kernel takes
@@ -129,7 +129,7 @@ def _without_gaps(tensor: Tensor) -> Tensor:
 
 def _fits(tensor: Tensor, first: Tensor) -> bool:
     """Whether the kernel takes a tensor: on the first one's GPU, and without gaps."""
-    if not tensor.is_cuda or tensor.device != first.device or tensor.dtype not in _SUMMED or tensor.dim() > 8:
+    if not is_on_gpu(tensor) or tensor.device != first.device or tensor.dtype not in _SUMMED or tensor.dim() > 8:
         return False
     return tensor.is_contiguous() or fills_memory(tensor)
 
