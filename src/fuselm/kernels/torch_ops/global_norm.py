@@ -89,7 +89,7 @@ def _check(tensors: list[Tensor]) -> None:
 
 
 def _norm_of(given: list[Tensor]) -> Tensor:
-    if not given or not all(_fits(tensor, given[0]) for tensor in given):
+    if not given or not is_on_gpu(given[0]) or not all(_fits(tensor, given[0]) for tensor in given):
         return _by_foreach(given)
     device, given = given[0].device, [tensor for tensor in given if tensor.numel()]
     if not given:
@@ -129,7 +129,7 @@ def _without_gaps(tensor: Tensor) -> Tensor:
 
 def _fits(tensor: Tensor, first: Tensor) -> bool:
     """Whether the kernel takes a tensor: on the first one's GPU, and without gaps."""
-    if not is_on_gpu(tensor) or tensor.device != first.device or tensor.dtype not in _SUMMED or tensor.dim() > 8:
+    if tensor.device != first.device or tensor.dtype not in _SUMMED or tensor.dim() > 8:
         return False
     return tensor.is_contiguous() or fills_memory(tensor)
 
