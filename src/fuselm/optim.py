@@ -83,8 +83,9 @@ class AdamW(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's; options of the group and dtypes of its parameters are checked first."""
-        _refuse_capturable(param_group.get("capturable"))
-        _check_options({**self.defaults, **param_group})
+        options = {**self.defaults, **param_group}
+        _refuse_capturable(options.get("capturable"))
+        _check_options(options)
         _ADD_PARAM_GROUP(self, param_group)
         if kinds := {str(p.dtype) for p in self.param_groups[-1]["params"] if p.is_complex()}:
             del self.param_groups[-1]
@@ -97,7 +98,7 @@ class AdamW(torch.optim.Optimizer):
 
         The copy is a leaf. A step takes its gradient for the parameter's and writes both: nobody casts weights before
         each use, nor gradients after it. Asked again it is the same one. A parameter that has a copy and a gradient of
-        its own is refused at the next step; one that wants no gradient stays as it is, as ever. Whoever writes over the
+        its own is refused at the next step; one that wants no gradient stays as it is. Whoever writes over the
         parameter otherwise, or freezes it, calls `refresh`. What knows parameters alone, as torch's `clip_grad_norm_`,
         `GradScaler`, a module's `zero_grad` and hooks on a parameter, misses the copies' gradients: take the norm of
         these, clip and scale by `grad_scale`, and call the optimiser's `zero_grad`. Gradients of several backwards add
@@ -127,9 +128,7 @@ class AdamW(torch.optim.Optimizer):
             return known.tensor
         with torch.inference_mode(False):  # no step could write what is made in there
             copy = param.detach().to(dtype, memory_format=torch.preserve_format)
-        narrow = _Narrow(copy.requires_grad_(param.requires_grad))
-        narrow.note(param)
-        self._narrowed = {**self._narrowed, param: narrow}
+        self._narrowed = {**self._narrowed, param: _Narrow(copy.requires_grad_(param.requires_grad), param)}
         return copy
 
     @torch.no_grad()
@@ -214,7 +213,7 @@ class AdamW(torch.optim.Optimizer):
             **(taken.options if self._compiled is None else taken.as_tensors()),
         )
         for param, narrow in fresh:
-            narrow.note(param)
+            narrow.version = param._version
         torch._foreach_add_([state["step"] for state in states], 1)
         self._counted += tuple(states)
 
@@ -277,27 +276,31 @@ def _op(impl: str) -> Any:
 
 
 class _Narrow:
-    """A parameter in 16 bits, and which version of the parameter it is, and where that was."""
+    """A parameter in 16 bits, which version of the parameter it is, and of what memory: kept, or other numbers might
+    come to lie there."""
 
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor, self.version, self.place = tensor, -1, 0
+    def __init__(self, tensor: Tensor, param: Tensor) -> None:
+        self.tensor = tensor
+        self.note(param)
 
     def note(self, param: Tensor) -> None:
         """Take it for what the parameter is now."""
-        self.version, self.place = param._version, param.data_ptr()
+        self.version, self.memory = param._version, param.detach()
 
     def is_of(self, param: Tensor) -> bool:
-        """Whether nobody has written over the parameter since."""
-        return self.version == param._version and self.place == param.data_ptr()
+        """Whether nobody has written over the parameter since, nor put other memory in its place."""
+        return self.version == param._version and self.memory.is_set_to(param)
 
     def gradient(self, param: Tensor) -> Tensor | None:
         """The one to step by; none of a parameter that was frozen after it was found."""
+        if not param.requires_grad:
+            return None
         if param.grad is not None:
             raise RuntimeError(
                 f"AdamW steps a parameter that has a narrow copy by the copy's gradient; got one of its own, of shape "
                 f"{list(param.shape)}. Compute with the copy alone, and call zero_grad if that gradient is an old one."
             )
-        return self.tensor.grad if param.requires_grad else None
+        return self.tensor.grad
 
 
 class _Taken:

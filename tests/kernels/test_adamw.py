@@ -515,6 +515,13 @@ def test_the_op_refuses_with_a_reason_and_a_remedy_and_changes_nothing(
         torch.cuda.synchronize()
 
 
+def test_numpys_numbers_are_numbers() -> None:
+    plain, numpys = ([[torch.ones(3)] for _ in range(4)] for _ in range(2))
+    ops.adamw(*plain, step=2, lr=0.5, grad_scale=torch.tensor(0.25), skip=torch.tensor(False))
+    ops.adamw(*numpys, step=np.array(2), lr=np.float32(0.5), grad_scale=np.array(0.25), skip=np.array(False))
+    assert_equal([one for (one,) in numpys], [one for (one,) in plain])
+
+
 @pytest.mark.parametrize("name", ["lr", "eps", "weight_decay"])
 @pytest.mark.parametrize(
     "wrong",

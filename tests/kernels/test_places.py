@@ -96,6 +96,12 @@ def test_parts_that_people_make_are_not_said_to_meet(a: Tensor, b: Tensor) -> No
     assert not share_places(a, b)
 
 
+def test_views_that_step_otherwise_are_answered_at_once() -> None:
+    """Other steps from row to row of a batch, and then a million distances: a yes, though they do not meet."""
+    memory = torch.empty(4, 1024, 32, 256, device="meta")
+    assert share_places(memory[:2, :, :20], memory[::2, :, 20:])
+
+
 @pytest.mark.parametrize(
     ("a", "b"),
     [

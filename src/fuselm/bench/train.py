@@ -30,7 +30,7 @@ from typing import Any
 import fuselm
 from fuselm.bench import learning, machine
 from fuselm.bench.learners import EVERY, Row, Task, begun
-from fuselm.bench.learning import BASE, FEWEST_STEPS, STEPS, LearnerFailed, Plan
+from fuselm.bench.learning import FEWEST_STEPS, STEPS, LearnerFailed, Plan
 from fuselm.files import write_whole
 from fuselm.kernels import build
 
@@ -61,7 +61,7 @@ class Ask:
 
     def plans(self, kept: Sequence[Row], plan: Plan) -> dict[str, Plan]:
         """Of each preset how it is measured: curves of other lengths cannot be compared with those there are."""
-        there = {row["preset"]: row["steps"] for row in kept if row["learner"] == BASE}
+        there = {row["preset"]: row["steps"] for row in kept if row.get("steps")}  # of a preset all have as many
         return {name: dataclasses.replace(plan, steps=self.steps or there.get(name, STEPS)) for name in plan.presets}
 
 

@@ -88,7 +88,7 @@ def check_scalars(scalars: Mapping[str, Any], device: str = "") -> None:
     for name, scalar in scalars.items():
         rule = f"adamw: {name} must be a number or a 0-dim tensor"
         if not isinstance(scalar, TensorInfo):
-            if not isinstance(_of_numpy(scalar), int | float):
+            if not isinstance(of_numpy(scalar), int | float):
                 raise refuse(rule, f"a {type(scalar).__name__}", "Pass one number or one such tensor, for all of them.")
         elif scalar.dtype.startswith("complex"):
             raise refuse(rule, f"{name} {scalar}", "Take its real part.")
@@ -99,21 +99,24 @@ def check_scalars(scalars: Mapping[str, Any], device: str = "") -> None:
             raise refuse(rule, f"{name} {scalar}, where no numbers are", f"Make it on {device}, or pass a number.")
 
 
-def is_of_numpy(value: Any) -> bool:
+def _is_of_numpy(value: Any) -> bool:
     """Whether it is an array or a scalar of numpy's, by name: torch.compile asks too, and knows no np.generic."""
     return type(value).__module__ == "numpy"
 
 
-def _of_numpy(value: Any) -> Any:
-    """A scalar of numpy's, or an array without dimensions, as Python has it; else what came."""
-    return value.item() if is_of_numpy(value) and hasattr(value, "shape") and not value.shape else value
+def of_numpy(value: Any) -> Any:
+    """A real number of numpy's, also in an array without dimensions, as Python has it; else what came."""
+    if not _is_of_numpy(value) or getattr(value, "shape", None) != ():
+        return value
+    number = value.item()
+    return number if isinstance(number, int | float) else value
 
 
 def check_step(step: Any) -> None:
     """Refuse a step below 1, or none; a tensor, which nobody reads, passes. Asked as `check_rates` is."""
-    number = _of_numpy(step)
+    number = of_numpy(step)
     if not isinstance(number, int | float):
-        if is_of_numpy(step) or not hasattr(step, "shape"):
+        if _is_of_numpy(step) or not hasattr(step, "shape"):
             rule = "adamw: step must be a number or a 0-dim tensor"
             raise refuse(rule, f"a {type(step).__name__}", "Count the first step as 1.")
     elif not number >= 1:
@@ -126,8 +129,8 @@ def check_rates(**rates: Any) -> None:
     Asked in every call, once for each set of options: a step uphill would go unnoticed.
     """
     for name, rate in rates.items():
-        number = _of_numpy(rate)
-        if hasattr(number, "shape") and not is_of_numpy(number):
+        number = of_numpy(rate)
+        if hasattr(number, "shape") and not _is_of_numpy(number):
             continue
         if isinstance(number, bool) or not isinstance(number, int | float) or not number >= 0:
             rule = f"adamw: {name} must be a number, 0 or more" + (", or a 0-dim tensor" if name == "lr" else "")

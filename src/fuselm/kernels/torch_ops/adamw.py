@@ -55,6 +55,7 @@ def adamw(
     """
     lists: _Lists = (list(params), list(grads), list(exp_avgs), list(exp_avg_sqs), list(masters or ()))
     table = _Table.of(len(lists[0]), step, lr, betas, eps, weight_decay)
+    grad_scale, skip = contract.of_numpy(grad_scale), contract.of_numpy(skip)
     if is_compiling() or not (lists[0] and is_on_gpu(lists[0][0])):
         _check(lists, table, grad_scale, skip)
         _plain(lists, table, grad_scale, skip)
@@ -166,8 +167,10 @@ def _check(lists: _Lists, table: _Table, grad_scale: Any, skip: Any) -> None:
 def _check_places(lists: _Lists) -> None:
     """Refuse what has less memory than elements: torch would, when other tensors have been written over."""
     for name, tensors in zip(_NAMES, lists, strict=True):
-        for index, tensor in enumerate(tensors):
-            if name != "grads" and shares_places(tensor):
+        # torch sees at once what is usual: of most lists nothing else is asked.
+        odd = name != "grads" and any(map(torch._debug_has_internal_overlap, tensors))
+        for index, tensor in enumerate(tensors if odd else ()):
+            if shares_places(tensor):
                 raise contract.cannot_overwrite(f"{name}[{index}]", name, info(tensor))
 
 

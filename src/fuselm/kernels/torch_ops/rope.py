@@ -83,7 +83,9 @@ def rope(
             if learns:
                 return _with_gradients(given, normed, inplace, compiling)
             if inplace:
-                return _written_over(given, compiling)
+                if not compiling:
+                    _refuse_what_cannot_be_overwritten(q, k, False)
+                return written_over(given, compiling)
             made = (_forward if compiling else _forward_now)(*given, False, _BOTH)
         else:
             made = _forward_now(q, k, cos, sin)  # seven arguments that are their defaults would cost 1 us
@@ -186,11 +188,9 @@ def _check(
 Given = tuple[Any, ...]  # the arguments of a raw op but the last two, `inverse` and the outputs
 
 
-def _written_over(given: Given, compiling: bool) -> tuple[Tensor, Tensor]:
-    """In place where no gradient is recorded."""
+def written_over(given: Given, compiling: bool = False) -> tuple[Tensor, Tensor]:
+    """In place where no gradient is recorded, of a q and a k that may be written over."""
     q, k = given[:2]
-    if not compiling:
-        _refuse_what_cannot_be_overwritten(q, k, False)
     _inplace(*given, False, _NO_OUTPUTS)
     if not compiling:  # who kept q or k for a backward of their own is to hear of it
         torch.autograd.graph.increment_version((q, k))

@@ -9,6 +9,7 @@ elsewhere the plain implementation below.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -54,8 +55,7 @@ def rope_qkv(
         if inplace and not traced and (why := turning.why_not_over(qkv, learns)):
             raise rope_contract.cannot_overwrite(contract.NAME, "qkv", info(qkv), why)
         if traced or not learns:
-            over = inplace and not traced
-            q, k = turning.rope(q, k, cos, sin, positions=positions, interleaved=interleaved, inplace=over)
+            q, k = _turned(q, k, cos, sin, positions, interleaved, inplace and not traced)
             return q, k, v if traced else v.detach()  # in inference mode a view would ask for gradients as qkv does
         _refuse_learned_tables(cos, sin)
         return _apply(qkv, cos, sin, positions, kv_heads, interleaved, inplace)
@@ -78,6 +78,16 @@ def rope_qkv_reference(
     """The same in plain torch: the yardstick for errors and speed. It has no use for writing over qkv."""
     q, k, v = _parts(qkv, kv_heads)
     return *turning.rope_reference(q, k, cos, sin, positions=positions, interleaved=interleaved), v
+
+
+def _turned(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, interleaved: bool, over: bool
+) -> tuple[Tensor, Tensor]:
+    """By rope(). In place without its question whether q and k meet: parts of what may be written over do not."""
+    if over and type(interleaved) is bool:
+        with suppress(NotImplementedError):  # these are the first CUDA tensors: rope() loads the kernels
+            return turning.written_over((q, k, cos, sin, positions, None, None, rope_contract.DEFAULT_EPS, interleaved))
+    return turning.rope(q, k, cos, sin, positions=positions, interleaved=interleaved, inplace=over)
 
 
 def _parts(qkv: Tensor, kv_heads: int | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -118,7 +128,7 @@ class _RopeQKV(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         # Of a detached tensor: to autograd all three are new, and what they share is this function's to know.
         q, k, v = _parts(qkv.detach(), kv_heads)
-        q, k = turning.rope(q, k, cos, sin, positions=positions, interleaved=interleaved, inplace=inplace)
+        q, k = _turned(q, k, cos, sin, positions, interleaved, inplace)
         if inplace:  # who kept qkv for a backward of their own is to hear of it
             torch.autograd.graph.increment_version(qkv)
         ctx.save_for_backward(cos, sin, positions)
