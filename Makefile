@@ -20,6 +20,7 @@ help: ## Show these verbs
 
 demo: $(STAMP) ## Look at this machine, then train a model that tells stories: three to five minutes on two idle cores, no GPU needed
 	$(BIN)/fuselm doctor
+	@echo "Slow, beside other work? Ctrl-C, and OMP_NUM_THREADS=1 make demo: torch's threads wait by spinning."
 	$(BIN)/fuselm train --preset demo --out runs/demo --samples 20 --overwrite
 
 TEST := $(BIN)/python -m pytest -m "not gpu and not slow" --numprocesses auto --maxprocesses 8

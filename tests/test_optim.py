@@ -459,6 +459,14 @@ def test_complex_parameters_and_sparse_gradients_are_refused() -> None:
 # ---- gradients and groups --------------------------------------------------------------------------------------------
 
 
+def test_what_is_no_norm_and_no_named_parameter_is_refused_in_words() -> None:
+    with pytest.raises(TypeError, match=r"takes a norm as a tensor; got a float\. Pass what global_norm gives\."):
+        clip_scale(2.0, 1.0)  # type: ignore[arg-type]
+    for wrong in (parameters(), torch.nn.Linear(2, 2).parameters()):
+        with pytest.raises(TypeError, match=r"pairs of a name and a parameter; got a Parameter\. Pass model\.named_"):
+            decay_groups(wrong, 0.1)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("max_norm", [1e-3, 1.0, 1e6, math.inf])
 def test_norm_and_clipping_are_torchs(max_norm: float) -> None:
     params, grads = parameters(torch.float32), gradients(2, torch.float32)

@@ -26,8 +26,11 @@ __all__ = ["AdamW", "clip_scale", "decay_groups", "global_norm"]
 # What torch's groups hold besides: choices between its own implementations, and three that ours does not have.
 _TORCHS_CHOICES = ("foreach", "fused", "capturable", "decoupled_weight_decay")
 _NOT_OURS = ("amsgrad", "maximize", "differentiable")
-# The method itself, without a wrapper that imports all of torch.compile: 4 s at the start of every eager run.
-_ADD_PARAM_GROUP = getattr(torch.optim.Optimizer.add_param_group, "__wrapped__", torch.optim.Optimizer.add_param_group)
+# The methods themselves, without a wrapper that imports all of torch.compile: 4 s at the start of every eager run.
+_ADD_PARAM_GROUP, _ZERO_GRAD = (
+    getattr(method, "__wrapped__", method)
+    for method in (torch.optim.Optimizer.add_param_group, torch.optim.Optimizer.zero_grad)
+)
 
 
 class AdamW(torch.optim.Optimizer):
@@ -147,7 +150,7 @@ class AdamW(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's; the gradients of narrow copies too."""
-        super().zero_grad(set_to_none)
+        _ZERO_GRAD(self, set_to_none)
         for narrow in self._narrowed.values():
             if set_to_none:
                 narrow.tensor.grad = None
@@ -402,6 +405,10 @@ def clip_scale(norm: Tensor, max_norm: float) -> Tensor:
     As torch's clip_grad_norm_ has it, but for a norm of infinity, where it is NaN as for a norm of NaN (torch's 0 would
     turn an infinite gradient into NaN and the others into 0): look at it, and skip the step.
     """
+    if not isinstance(norm, Tensor):
+        raise TypeError(
+            f"clip_scale takes a norm as a tensor; got a {type(norm).__name__}. Pass what global_norm gives."
+        )
     if not max_norm > 0:
         raise ValueError(f"max_norm is above 0; got {max_norm}. To clip nothing, leave the scale out.")
     return (max_norm / (norm + 1e-6)).clamp(max=1.0) + (norm - norm)
@@ -414,7 +421,13 @@ def decay_groups(named_parameters: Iterable[tuple[str, Tensor]], weight_decay: f
     """
     decayed: list[Tensor] = []
     kept: list[Tensor] = []
-    for name, parameter in named_parameters:
+    for named in named_parameters:
+        if not isinstance(named, tuple) or len(named) != 2:
+            raise TypeError(
+                f"decay_groups takes pairs of a name and a parameter; got a {type(named).__name__}. Pass "
+                f"model.named_parameters()."
+            )
+        name, parameter = named
         # By name too: the biases of experts are a matrix, a row for each.
         (decayed if parameter.dim() >= 2 and not name.endswith("bias") else kept).append(parameter)
     return [{"params": decayed, "weight_decay": weight_decay}, {"params": kept, "weight_decay": 0.0}]

@@ -261,6 +261,8 @@ def test_rows_are_in_the_registrys_order_whatever_was_measured_first(monkeypatch
     monkeypatch.setattr(kernels, "_measure_case", measure_case)
     monkeypatch.setattr(kernels.latency, "measure", lambda *arguments: None)
     measured: list[str] = []
+    of_one = Plan(("rms_norm", "softmax"), "cpu", ("torch",), quick=True, containing="rms_norm")
+    assert {op.name for op, _ in kernels.in_turn(of_one)} == {"rms_norm"}
     plan = Plan(("rms_norm",), "cpu", ("torch",), quick=True, containing="plain")
     found = Results()
     kernels.run(plan, found, measured.append)

@@ -77,6 +77,10 @@ class Plan:
     label: str = ""
     done: frozenset[str] = frozenset()  # labels of steps that are left out, having been measured before
 
+    def has_latencies(self, op: OpSpec) -> bool:
+        """Whether it wants an op's latencies: where all cases are wanted, or some of the op's."""
+        return not self.containing or bool(self.cases(op))
+
     def cases(self, op: OpSpec) -> list[Case]:
         """The bench cases of an op that this plan wants, in the registry's order."""
         chosen = first_of_each_kind(op.bench_cases) if self.quick else list(op.bench_cases)
@@ -145,7 +149,8 @@ def in_turn(plan: Plan) -> Iterator[tuple[OpSpec, Case | None]]:
         large = [case for case in cases if is_large(op, case)]
         small = [case for case in cases if not is_large(op, case)]
         ordered = [*large, *small]
-        queues.append([(op, case) for case in (*ordered[:1], None, *ordered[1:])])
+        steps = [(op, case) for case in (*ordered[:1], None, *ordered[1:])]
+        queues.append([step for step in steps if step[1] is not None or plan.has_latencies(op)])
     for layer in zip_longest(*queues):
         yield from (step for step in layer if step is not None and step_label(*step) not in plan.done)
 

@@ -96,6 +96,8 @@ def train(
     check_folder(out)
     if small:
         typer.echo("small models of the same kinds: their figures say nothing about the large ones", err=True)
+    if place == "cpu":
+        typer.echo("on a CPU fuselm's ops are plain formulas: their speed says nothing about the kernels'", err=True)
     results = Results()
     with told(), _terminated_as_interrupted():
         ending = _measure(out, plan, results)

@@ -6,6 +6,7 @@ On a terminal the bar stays at the bottom and lines pass above it; in a log ther
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import typer
 
 SECONDS_BETWEEN_LINES = 5.0
+LINES_OF_A_SPEED = 6  # so many lines back the time that is left is reckoned from
 Listener = Callable[[Mapping[str, Any]], None]
 
 
@@ -56,15 +58,25 @@ class _Lines:
 
     def __init__(self, steps: int) -> None:
         self.steps, self.told = steps, time.monotonic() - SECONDS_BETWEEN_LINES
+        self.before: deque[tuple[int, float]] = deque(maxlen=LINES_OF_A_SPEED)  # step and seconds of lines so far
 
     def __call__(self, record: Mapping[str, Any]) -> None:
         now = time.monotonic()
         if record["kind"] == "step" and now - self.told >= SECONDS_BETWEEN_LINES:
             self.told = now
-            left = (self.steps - record["step"]) * record["seconds"] / max(1, record["step"])
+            left = (self.steps - record["step"]) * self._seconds_per_step(record)
             typer.echo(f"step {record['step']}/{self.steps}: {facts(record)}, {left:.0f} s left", err=True)
         if line := sentence(record):
             typer.echo(line, err=True)
+
+    def _seconds_per_step(self, record: Mapping[str, Any]) -> float:
+        """Of late: a run that was resumed, or has its cores to itself again, is as fast as it is now."""
+        step, seconds = record["step"], record["seconds"]
+        self.before.append((step, seconds))
+        first, begin = self.before[0]
+        if step > first:
+            return float(seconds - begin) / (step - first)
+        return float(record["tokens"] / max(1, step) / max(record["tokens_per_second"], 1e-9))
 
 
 def facts(record: Mapping[str, Any]) -> str:
