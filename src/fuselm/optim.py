@@ -27,10 +27,8 @@ __all__ = ["AdamW", "clip_scale", "decay_groups", "global_norm"]
 _TORCHS_CHOICES = ("foreach", "fused", "capturable", "decoupled_weight_decay")
 _NOT_OURS = ("amsgrad", "maximize", "differentiable")
 # The methods themselves, without a wrapper that imports all of torch.compile: 4 s at the start of every eager run.
-_ADD_PARAM_GROUP, _ZERO_GRAD = (
-    getattr(method, "__wrapped__", method)
-    for method in (torch.optim.Optimizer.add_param_group, torch.optim.Optimizer.zero_grad)
-)
+_ADD_PARAM_GROUP = getattr(torch.optim.Optimizer.add_param_group, "__wrapped__", torch.optim.Optimizer.add_param_group)
+_ZERO_GRAD = getattr(torch.optim.Optimizer.zero_grad, "__wrapped__", torch.optim.Optimizer.zero_grad)
 
 
 class AdamW(torch.optim.Optimizer):
@@ -406,9 +404,8 @@ def clip_scale(norm: Tensor, max_norm: float) -> Tensor:
     turn an infinite gradient into NaN and the others into 0): look at it, and skip the step.
     """
     if not isinstance(norm, Tensor):
-        raise TypeError(
-            f"clip_scale takes a norm as a tensor; got a {type(norm).__name__}. Pass what global_norm gives."
-        )
+        kind = type(norm).__name__
+        raise TypeError(f"clip_scale takes a norm as a tensor; got a {kind}. Pass what global_norm gives.")
     if not max_norm > 0:
         raise ValueError(f"max_norm is above 0; got {max_norm}. To clip nothing, leave the scale out.")
     return (max_norm / (norm + 1e-6)).clamp(max=1.0) + (norm - norm)
