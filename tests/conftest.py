@@ -11,6 +11,7 @@ The pretended nvcc and g++ are shell scripts that note each call and write an ou
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -39,6 +40,17 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 # Processes that may run a huge test at the same time: one takes up to 35 GB of a GPU's memory.
 HUGE_AT_ONCE = 2
+
+# The garbage collector looks through all there is, again and again, and sixteen thousand tests, torch and JAX are a lot
+# to look through: a tenth of the time of all tests went there, and seconds for one that calls it.
+GARBAGE = (20_000, 20, 20)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(*GARBAGE)
+
 
 # ---- options -------------------------------------------------------------------------------------------------------
 
