@@ -24,7 +24,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fuselm.kernels.spec import RefusedInput, TensorInfo, refuse
+from fuselm.kernels.spec import RefusedInput, TensorInfo, is_of_numpy, refuse
 
 # What the averages of a parameter are kept in.
 STATE_DTYPES = {"float64": "float64", "float32": "float32", "bfloat16": "float32", "float16": "float32"}
@@ -99,14 +99,9 @@ def check_scalars(scalars: Mapping[str, Any], device: str = "") -> None:
             raise refuse(rule, f"{name} {scalar}, where no numbers are", f"Make it on {device}, or pass a number.")
 
 
-def _is_of_numpy(value: Any) -> bool:
-    """Whether it is an array or a scalar of numpy's, by name: torch.compile asks too, and knows no np.generic."""
-    return type(value).__module__ == "numpy"
-
-
 def of_numpy(value: Any) -> Any:
     """A real number of numpy's, also in an array without dimensions, as Python has it; else what came."""
-    if not _is_of_numpy(value) or getattr(value, "shape", None) != ():
+    if not is_of_numpy(value) or getattr(value, "shape", None) != ():
         return value
     number = value.item()
     return number if isinstance(number, int | float) else value
@@ -116,7 +111,7 @@ def check_step(step: Any) -> None:
     """Refuse a step below 1, or none; a tensor, which nobody reads, passes. Asked as `check_rates` is."""
     number = of_numpy(step)
     if not isinstance(number, int | float):
-        if _is_of_numpy(step) or not hasattr(step, "shape"):
+        if is_of_numpy(step) or not hasattr(step, "shape"):
             rule = "adamw: step must be a number or a 0-dim tensor"
             raise refuse(rule, f"a {type(step).__name__}", "Count the first step as 1.")
     elif not number >= 1:
@@ -130,7 +125,7 @@ def check_rates(**rates: Any) -> None:
     """
     for name, rate in rates.items():
         number = of_numpy(rate)
-        if hasattr(number, "shape") and not _is_of_numpy(number):
+        if hasattr(number, "shape") and not is_of_numpy(number):
             continue
         if isinstance(number, bool) or not isinstance(number, int | float) or not number >= 0:
             rule = f"adamw: {name} must be a number, 0 or more" + (", or a 0-dim tensor" if name == "lr" else "")

@@ -175,11 +175,16 @@ def refuse(rule: str, arrived: str, remedy: str) -> RefusedInput:
     return RefusedInput(f"{rule}; got {arrived}. {remedy}")
 
 
+def is_of_numpy(value: Any) -> bool:
+    """Whether it is an array or a scalar of numpy's, by name: torch.compile asks too, and knows no np.generic."""
+    return type(value).__module__ == "numpy"
+
+
 def as_whole(given: Any) -> int | None:
     """A whole number as an int, numpy's too, and nothing of what is none; no truth value counts as one."""
     if isinstance(given, int):
         return None if isinstance(given, bool) else given
-    return int(given) if type(given).__module__ == "numpy" and isinstance(given, Integral) else None
+    return int(given) if is_of_numpy(given) and isinstance(given, Integral) else None
 
 
 def check_number(op: str, name: str, number: object) -> None:

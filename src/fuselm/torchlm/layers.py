@@ -65,7 +65,7 @@ class Linear(Casting):
 def narrow(model: nn.Module, copy_of: Callable[[nn.Parameter], Tensor]) -> dict[nn.Parameter, Tensor]:
     """Have a narrow copy used in the place of each weight that is cast; returns the copies by parameter.
 
-    A weight whose gradient somebody waits for by a hook has none: he would wait for ever.
+    A weight with a hook on its gradient has none: the hook would not be called any more.
     """
     copies: dict[nn.Parameter, Tensor] = {}
     for module in model.modules():

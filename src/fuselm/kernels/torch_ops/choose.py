@@ -23,9 +23,9 @@ from typing import Any
 
 IMPLS = ("auto", "fused", "torch")
 HERE = Path(__file__).parent
-# What ops share, or one has besides.
-NOT_OPS = {"__init__", "choose", "activations", "elementwise", "places", "blocks", "pieces", "weight_sum"}
-NOT_OPS |= {"cross_entropy_plain"}
+# What ops share; what one has besides.
+SHARED = {"__init__", "choose", "activations", "elementwise", "places"}
+NOT_OPS = SHARED | {"blocks", "pieces", "weight_sum", "cross_entropy_plain"}
 
 # An op that is another one of views, in a pass less, is what that one is unless somebody says otherwise.
 GOES_WITH = {"rope_qkv": "rope"}
