@@ -408,7 +408,9 @@ def clip_scale(norm: Tensor, max_norm: float) -> Tensor:
         raise TypeError(f"clip_scale takes a norm as a tensor; got a {kind}. Pass what global_norm gives.")
     if not max_norm > 0:
         raise ValueError(f"max_norm is above 0; got {max_norm}. To clip nothing, leave the scale out.")
-    return (max_norm / (norm + 1e-6)).clamp(max=1.0) + (norm - norm)
+    # By a tensor: torch would divide a number by multiplying it with the reciprocal, in two launches.
+    share = torch.div(torch.tensor(max_norm, dtype=norm.dtype, device="cpu"), norm + 1e-6)
+    return torch.add(share.clamp(max=1.0), norm, alpha=0.0)  # NaN if the norm is not finite
 
 
 def decay_groups(named_parameters: Iterable[tuple[str, Tensor]], weight_decay: float) -> list[dict[str, Any]]:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fuselm.config import ModelConfig
 from fuselm.optim import AdamW, decay_groups
@@ -228,6 +229,41 @@ def test_a_first_step_that_is_bad_leaves_averages_of_zero_and_a_count_of_none() 
 def test_what_makes_a_step_bad(loss: float, norm: float, limit: float, bad: bool) -> None:
     found = Found(torch.tensor(loss), torch.tensor(0.0), torch.tensor(norm), scale=1.0)
     assert bool(found.is_bad(limit)) is bad
+
+
+class Launches(TorchDispatchMode):
+    """The ops that a GPU would launch something for: those that make or change a tensor."""
+
+    QUIET = frozenset({"detach", "empty", "lift_fresh"})  # what gives a view, or no number
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if (name := func.overloadpacket.__name__) not in self.QUIET:
+            self.names.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("scale", [1.0, 1024.0])
+def test_a_gradient_begins_and_is_clipped_by_few_launches(scale: float) -> None:
+    """Each takes a GPU two microseconds and leaves it idle for some more, in a small model's step of a millisecond."""
+    weight, nothing, one = torch.ones((), requires_grad=True), torch.zeros(()), torch.ones(())
+    optimizer, batches = AdamW([weight]), [batch()]
+    stepped: list[dict[str, Any]] = []
+    optimizer.step = lambda **given: stepped.append(given)  # type: ignore[method-assign, assignment]
+    unscaled = ["div"] * (scale != 1)
+    with Launches() as launches:
+        found = gradients(
+            lambda ids, targets: (weight.exp(), nothing), [weight], batches, parts=1, scale=scale, norm=lambda _: one
+        )
+    assert launches.names == ["exp", "full_like", "mul", *unscaled, "stack"]
+    with Launches() as launches:
+        update(optimizer, found, learning_rate=1e-3, clip=0.5)
+    assert launches.names == ["add", "div", "clamp", "add", *unscaled, "add", "le", "bitwise_not"]
+    assert not stepped[0]["skip"]
+    assert stepped[0]["grad_scale"].item() == pytest.approx(min(0.5, 1 / scale) if scale == 1 else 1 / scale, rel=1e-5)
 
 
 def test_numbers_have_arrived_when_their_own_gpu_has_sent_them(monkeypatch: pytest.MonkeyPatch) -> None:

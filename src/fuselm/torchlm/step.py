@@ -62,8 +62,9 @@ class Found:
 
     def is_bad(self, limit: float) -> Tensor:
         """Whether the step must not be made: a 0-dim bool tensor on the device."""
-        # NaN is less than nothing. (isfinite is four launches, and a norm is never below 0.)
-        return ~((self.norm < math.inf) & (self.loss <= limit))
+        # A norm that is not finite makes the sum NaN, which is not below anything. (Each launch leaves the device idle
+        # for longer than it takes.)
+        return ~(torch.add(self.loss, self.norm, alpha=0.0) <= limit)
 
     def outcome(self) -> Outcome:
         """The numbers, as soon as they are there."""
@@ -106,11 +107,13 @@ def accumulate(
     for parameter in parameters:
         parameter.grad = None
     losses, balances = [], []
-    share = scale / parts
+    share = scale if parts == 1 else scale / parts
     for inputs, targets in batches:
         value, balance = loss(inputs, targets)
         whole = value + balance_weight * balance if balance_weight else value
-        (whole * share).backward()
+        # Begun with the share: a loss times it would begin with 1, and come to the same bits by three launches.
+        share = share if isinstance(share, Tensor) else torch.full_like(whole, share)
+        whole.backward(share)
         losses.append(value.detach())
         balances.append(balance.detach())
     length = norm([parameter.grad for parameter in parameters if parameter.grad is not None])
@@ -130,7 +133,8 @@ def update(optimizer: AdamW, found: Found, *, learning_rate: float, clip: float,
         group["lr"] = learning_rate
     factor: Tensor | None = None
     if clip:
-        factor = clip_scale(found.norm, clip) / found.scale
+        factor = clip_scale(found.norm, clip)
+        factor = factor if found.scale == 1.0 else factor / found.scale
     elif found.scale != 1.0:
         factor = torch.full_like(found.norm, 1 / found.scale)
     optimizer.step(grad_scale=factor, skip=found.is_bad(min(limit, torch.finfo(torch.float32).max)))
