@@ -223,8 +223,7 @@ __device__ inline N either(bool second, N q, N k) {
 // between the start and the loads nothing but what those need: all parameters are asked for at once and by all threads,
 // and a place in memory is a sum of 32 bits. Its code is not in a cache when it starts, so that what it takes goes with
 // how much there is of it: 46 instructions and all four loads, where there are 61 before the first, 104 before those of
-// the tables, and parameters that are asked for by what others say. kSame: out lies as in. (Not found where there
-// is one token, one head or one row of the batch: in is said to have stride 0 there, and out its real one.)
+// the tables, and parameters that are asked for by what others say. kSame: out lies as in, which is usual.
 template <typename T, int V, bool kInterleaved, bool kSame>
 __global__ void __launch_bounds__(kThreads) rope_forward_brief_kernel(const __grid_constant__ BriefArgs a) {
   using S = Part<T, V, kInterleaved, kInterleaved ? V / 2 : V, false>;
@@ -506,8 +505,11 @@ bool brief_side(const AnyArgs& a, const Side<int64_t>& side, const TensorView& x
                 char*& out) {
   if (side.heads == 0) return true;
   Strided<int64_t> made = side.from;
-  if (!a.inplace)
-    made.head = 2 * a.half_bytes, made.token = made.head * side.heads, made.batch = made.token * x.sizes[1];
+  if (!a.inplace) {  // without strides of what there is one of, as in `from`: else out would not lie as in
+    const int64_t head = 2 * a.half_bytes, token = head * side.heads, batch = token * x.sizes[1];
+    made.head = x.sizes[2] > 1 ? head : 0, made.token = x.sizes[1] > 1 ? token : 0;
+    made.batch = x.sizes[0] > 1 ? batch : 0;
+  }
   out = a.inplace ? const_cast<char*>(side.from.data) : side.to;
   return brief_strides(side.from, x, from) && brief_strides(made, x, to);
 }
