@@ -670,8 +670,8 @@ def test_the_kernel_for_the_usual_few_has_the_bits_of_the_others(
 @pytest.mark.gpu
 @in_each_dtype
 @both_ways
-@pytest.mark.parametrize("width", [8, 24, 40, 56, 72, 104, 120, 184, 216, 248])
-def test_halves_that_end_within_a_vector_have_the_bits_of_any_layout(
+@pytest.mark.parametrize("width", [8, 24, 40, 56, 72, 104, 120, 184, 216, 248, 16, 32, 48, 64, 80, 96, 112])
+def test_halves_that_end_within_a_vector_or_a_line_have_the_bits_of_any_layout(
     cuda: str, dtype: torch.dtype, interleaved: bool, width: int
 ) -> None:
     tokens = 200_000 // width
