@@ -1,11 +1,11 @@
 // Rotary positions, forward and in place, q and k in one launch, with QK-norm or without; backward without QK-norm is
 // the same with the sines' sign changed. Contract: rope.py; who has which pairs: rope.cuh; the rest: rope_backward.cu.
 //
-// Traffic. q and k are read once and written once. A job takes up to four heads (six where a head lies across lanes,
-// eight with QK-norm), so that the token's cosines and sines, which heads and rows of the batch share, are asked of L1
-// and L2 once for them; all loads of a round are under way before the first is used. A few tokens (decoding) have a job
-// for each head, and what they wait for is one load after another: the position, its cosines and sines; without
-// positions and QK-norm, which is the usual thing, all loads at once, by a kernel of its own.
+// Traffic. q and k are read once and written once. A job takes up to four heads, eight with QK-norm, so that the
+// token's cosines and sines, which heads and rows of the batch share, are asked of L1 and L2 once for them; all loads
+// of a round are under way before the first is used. A few tokens (decoding) have a job for each head, and what they
+// wait for is one load after another: the position, its cosines and sines; without positions and QK-norm, which is the
+// usual thing, all loads at once, by a kernel of its own.
 #include "rope.cuh"
 
 namespace fuselm {
@@ -223,7 +223,8 @@ __device__ inline N either(bool second, N q, N k) {
 // between the start and the loads nothing but what those need: all parameters are asked for at once and by all threads,
 // and a place in memory is a sum of 32 bits. Its code is not in a cache when it starts, so that what it takes goes with
 // how much there is of it: 46 instructions and all four loads, where there are 61 before the first, 104 before those of
-// the tables, and parameters that are asked for by what others say. kSame: out lies as in, which is usual.
+// the tables, and parameters that are asked for by what others say. kSame: out lies as in. (Not found where there
+// is one token, one head or one row of the batch: in is said to have stride 0 there, and out its real one.)
 template <typename T, int V, bool kInterleaved, bool kSame>
 __global__ void __launch_bounds__(kThreads) rope_forward_brief_kernel(const __grid_constant__ BriefArgs a) {
   using S = Part<T, V, kInterleaved, kInterleaved ? V / 2 : V, false>;
@@ -263,12 +264,8 @@ constexpr int kAtOnce = kNorm ? (sizeof(T) == 4 ? 1 : 2) : 4;
 // Of a multiprocessor. Where it holds fewer threads the assembler would spill for a sixth.
 constexpr int kPlainBlocks = kResidentThreads < 2048 ? 5 : 6;
 
-// The same of rope_forward_across_kernel, which has one vector of each: of an odd number of vectors all of 25 heads in
-// five jobs and of 5 in one, of an even number 12 heads in two.
-template <bool kOdd>
-constexpr int kAcrossHeads = kOdd ? 5 : 6;
-template <bool kOdd>
-constexpr int kAcrossBlocks = kOdd ? 6 : 8;
+// The same of rope_forward_across_kernel, which has one vector of each: all of 25 heads in five jobs, and of 5 in one.
+constexpr int kAcrossHeads = 5, kAcrossBlocks = 6;
 
 template <typename T, int V, bool kInterleaved, bool kNorm>
 __global__ void __launch_bounds__(kThreads, kNorm ? 4 : kPlainBlocks)
@@ -314,54 +311,66 @@ __global__ void __launch_bounds__(kThreads, kNorm ? 4 : kPlainBlocks)
   }
 }
 
-// Heads whose halves are no whole vectors, as 40 numbers of 16 bits (in vectors of 8 bytes 32x1024x25x40 took 52 us
-// where a copy takes 42), or no whole lines of memory, as 64 of them.
+// Heads of whole vectors whose halves are not, as 40 numbers of 16 bits: in vectors of 8 bytes 32x1024x25x40 took 52 us
+// where a copy takes 42. A lane has a vector of 16 bytes, which is two chunks of four pairs' numbers, and what its
+// numbers are paired with is the second chunk of one lane and the first of another. A warp has as many groups of lanes
+// as are whole, and each group a job.
 struct AcrossArgs : ForwardArgs<int64_t> {
-  Divisor by_vectors;  // of a head
+  Divisor by_vectors;  // of a head, which are as many as chunks of a half, an odd number
   int32_t groups;      // of a warp
-  Dealt q_dealt, k_dealt;
 };
 
-template <typename T, bool kOdd>
-__global__ void __launch_bounds__(kThreads, kAcrossBlocks<kOdd>)
+template <typename T>
+__global__ void __launch_bounds__(kThreads, kAcrossBlocks)
     rope_forward_across_kernel(const __grid_constant__ AcrossArgs a) {
-  constexpr int kHeads = kAcrossHeads<kOdd>;
-  const AcrossLane<kOdd> across(a.by_vectors, threadIdx.x);
-  const bool spare = across.group >= a.groups;
-  Job job(a.jobs, (blockIdx.x * blockDim.y + threadIdx.y) * a.groups + (spare ? 0 : across.group), across.lane);
+  using S = Part<T, 4, false, 8, true>;  // for its tables: two chunks
+  const int vectors = static_cast<int>(a.by_vectors.value), thread = threadIdx.x;
+  const int group = static_cast<int>(a.by_vectors.divide(thread)), lane = thread - group * vectors;
+  const bool spare = group >= a.groups;
+  Job job(a.jobs, (blockIdx.x * blockDim.y + threadIdx.y) * a.groups + (spare ? 0 : group), lane);
   job.live = job.live && !spare;
   const bool second = job.slot >= a.q.slots;
   const Mine<int64_t> mine(a, job, second, second ? job.slot - a.q.slots : job.slot);
-  // Few numbers from here on: registers are for what is under way.
-  const int slot = static_cast<int>(mine.head);
-  int left = job.live ? (second ? a.k_dealt.of(slot) : a.q_dealt.of(slot)) : 0;
-  const char* from = mine.source(mine.head) + across.lane * 16;
-  char* to = mine.target(mine.head) + across.lane * 16;
-  const int64_t from_step = mine.step * mine.from_head, to_step = mine.step * mine.to_head;
   const uint64_t policy = read_policy(a.large);
-  uint4 raw[kHeads];
-  auto load = [&] {
+  uint4 raw[kAcrossHeads];
+  auto load = [&](int turn) {
 #pragma unroll
-    for (int h = 0; h < kHeads; ++h) {
+    for (int h = 0; h < kAcrossHeads; ++h) {
+      const int64_t head = mine.at(turn + h);
       raw[h] = make_uint4(0, 0, 0, 0);
-      if (h < left) raw[h] = load_vector(from, policy);
-      from += from_step;
+      if (head < mine.heads) raw[h] = load_vector(mine.source(head) + lane * 16, policy);
     }
   };
-  load();
-  float cos[across.kPairs], sin[across.kPairs];
-  across.load_angles(a.tables, job, a.sign, cos, sin);
+  load(0);
+  // Of a head's 2 * vectors chunks number i is paired with number i + vectors, or i - vectors.
+  const int first = 2 * lane, next = first + 1;
+  const int first_column = first % vectors, next_column = next % vectors;
+  const int whose_next = group * vectors + (first + vectors) % (2 * vectors) / 2;
+  const int whose_first = group * vectors + (next + vectors) % (2 * vectors) / 2;
+  const Cut cut{first_column, next_column - first_column, vectors, 0};
+  float cos[S::kPairs], sin[S::kPairs];
+  load_angles<S>(a.tables, a.tables.position(job).number(), cut, cos, sin);
+#pragma unroll
+  for (int i = 0; i < S::kPairs; ++i) sin[i] *= (i < S::P ? first : next) < vectors ? -a.sign : a.sign;
 #pragma unroll 1
   for (int done = 0;;) {
 #pragma unroll
-    for (int h = 0; h < kHeads; ++h) {
-      const uint4 pairs = across.exchange(raw[h]);
-      if (h < left) store_vector(to, turned_across<T>(raw[h], pairs, cos, sin));
-      to += to_step;
+    for (int h = 0; h < kAcrossHeads; ++h) {
+      uint4 pairs;
+      pairs.x = __shfl_sync(0xffffffffu, raw[h].z, whose_next),
+      pairs.y = __shfl_sync(0xffffffffu, raw[h].w, whose_next);
+      pairs.z = __shfl_sync(0xffffffffu, raw[h].x, whose_first);
+      pairs.w = __shfl_sync(0xffffffffu, raw[h].y, whose_first);
+      float own[8], other[8];
+      unpack<T>(raw[h], own), unpack<T>(pairs, other);
+#pragma unroll
+      for (int i = 0; i < 8; ++i) own[i] = fmaf(own[i], cos[i], __fmul_rn(other[i], sin[i]));  // as turn() does
+      const int64_t head = mine.at(done + h);
+      if (head < mine.heads) store_vector(mine.target(head) + lane * 16, packed<T>(own));
     }
-    left -= kHeads, done += kHeads;
+    done += kAcrossHeads;
     if (done >= a.turns) return;
-    load();
+    load(done);
   }
 }
 
@@ -497,11 +506,8 @@ bool brief_side(const AnyArgs& a, const Side<int64_t>& side, const TensorView& x
                 char*& out) {
   if (side.heads == 0) return true;
   Strided<int64_t> made = side.from;
-  if (!a.inplace) {  // without strides of what there is one of, as in `from`: else out would not lie as in
-    const int64_t head = 2 * a.half_bytes, token = head * side.heads, batch = token * x.sizes[1];
-    made.head = x.sizes[2] > 1 ? head : 0, made.token = x.sizes[1] > 1 ? token : 0;
-    made.batch = x.sizes[0] > 1 ? batch : 0;
-  }
+  if (!a.inplace)
+    made.head = 2 * a.half_bytes, made.token = made.head * side.heads, made.batch = made.token * x.sizes[1];
   out = a.inplace ? const_cast<char*>(side.from.data) : side.to;
   return brief_strides(side.from, x, from) && brief_strides(made, x, to);
 }
@@ -552,25 +558,20 @@ bool try_brief(const AnyArgs& a, const Call& call, const DeviceFacts& facts, cud
   return true;
 }
 
-template <typename T, bool kOdd>
-Status launch_across(const AnyArgs& a, const Call& call, int vectors, cudaStream_t stream) {
+// Many heads whose halves end within a vector; warps with less than three quarters of their lanes would lose by it.
+template <typename T>
+bool try_across(const AnyArgs& a, const Call& call, const Shape& shape, cudaStream_t stream, Status& status) {
+  const int64_t vectors = shape.chunks;
+  const bool whole = shape.vector == kVec<T> / 2 && vectors % 2 == 1 && vectors <= kWarp;
+  if (!whole || kWarp / vectors * vectors < kWarp * 3 / 4) return false;
+  if ((a.q.heads > 0 && !in_vectors(call.q, 16)) || (a.k.heads > 0 && !in_vectors(call.k, 16))) return false;
   AnyArgs shared = a;
-  share_out(kAcrossHeads<kOdd>, shared);
+  share_out(kAcrossHeads, shared);
   AcrossArgs args = {};
   static_cast<ForwardArgs<int64_t>&>(args) = shared;
-  args.by_vectors = Divisor(static_cast<uint32_t>(vectors)), args.groups = kWarp / vectors;
-  args.q_dealt = Dealt(args.q.heads, args.q.slots), args.k_dealt = Dealt(args.k.heads, args.k.slots);
+  args.by_vectors = Divisor(static_cast<uint32_t>(vectors)), args.groups = static_cast<int32_t>(kWarp / vectors);
   const int groups = kThreads / kWarp * args.groups;
-  return launch_pieces(args, rope_forward_across_kernel<T, kOdd>, kWarp, groups, call, stream);
-}
-
-template <typename T>
-bool try_across(const AnyArgs& a, const Call& call, cudaStream_t stream, Status& status) {
-  const int vectors = vectors_across(call.q.sizes[3], sizeof(T), call.interleaved);
-  if (vectors == 0) return false;
-  if ((a.q.heads > 0 && !in_vectors(call.q, 16)) || (a.k.heads > 0 && !in_vectors(call.k, 16))) return false;
-  status = vectors % 2 == 0 ? launch_across<T, false>(a, call, vectors, stream)
-                            : launch_across<T, true>(a, call, vectors, stream);
+  status = launch_pieces(args, rope_forward_across_kernel<T>, kWarp, groups, call, stream);
   return true;
 }
 
@@ -584,8 +585,8 @@ Status launch_vectors(AnyArgs& a, const Call& call, const Shape& shape, const De
     if (try_brief<T, kInterleaved>(a, call, facts, stream, status)) return status;
   }
   if (launch_few<T, V, kInterleaved, kNorm>(a, call, lanes, facts, stream, status)) return status;
-  if constexpr (!kNorm && !kInterleaved && sizeof(T) == 2 && V >= kVec<T> / 2) {
-    if (try_across<T>(a, call, stream, status)) return status;
+  if constexpr (!kNorm && !kInterleaved && sizeof(T) == 2 && V == kVec<T> / 2) {
+    if (try_across<T>(a, call, shape, stream, status)) return status;
   }
   share_out(kNorm ? 8 : 4, a);
   const ForwardArgs<int64_t>& args = a;

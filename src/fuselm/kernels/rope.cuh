@@ -508,72 +508,6 @@ __device__ inline void sum_lanes(int lanes, float (&sums)[kCount]) {
   }
 }
 
-// ---- heads across lanes ----
-
-// Half-split heads of 16-bit numbers in whole vectors of 16 bytes, one to a lane: lanes that follow one another read
-// and write what does, where in Part a lane jumps from one half to the other. A vector is two chunks of four numbers,
-// and what those are paired with is in two chunks of other lanes: of an even number of vectors a head's first chunks
-// with first ones and second with second, of an odd number crosswise. A warp has as many groups of lanes as are whole,
-// and each group a job; all lanes of a warp come to exchange().
-template <bool kOdd>
-struct AcrossLane {
-  using S = Part<bf16, 4, false, 8, true>;  // of its tables: two chunks
-  static constexpr int kPairs = S::kPairs;
-  int lane, group, vectors;
-  int whose_first, whose_next;  // who has what the chunks are paired with; of an even number one lane has both
-
-  __device__ AcrossLane(const Divisor& by_vectors, int thread) {
-    vectors = static_cast<int>(by_vectors.value);
-    group = static_cast<int>(by_vectors.divide(thread)), lane = thread - group * vectors;
-    whose_first = whose(2 * lane + 1), whose_next = kOdd ? whose(2 * lane) : whose_first;
-  }
-  // Of a head's 2 * vectors chunks number i is paired with number i + vectors, or i - vectors. (No thread divides.)
-  __device__ bool is_first_half(int chunk) const { return chunk < vectors; }
-  __device__ int partner(int chunk) const { return is_first_half(chunk) ? chunk + vectors : chunk - vectors; }
-  __device__ int column(int chunk) const { return is_first_half(chunk) ? chunk : chunk - vectors; }
-  __device__ int whose(int chunk) const { return group * vectors + partner(chunk) / 2; }
-
-  // The sines with the sign that they have in that half of a head.
-  template <typename N>
-  __device__ void load_angles(const Tables<N>& tables, const Job& job, float sign, float* cos, float* sin) const {
-    const int first = 2 * lane, next = first + 1;
-    const Cut cut{column(first), column(next) - column(first), vectors, 0};
-    rope::load_angles<S>(tables, tables.position(job).number(), cut, cos, sin);
-#pragma unroll
-    for (int i = 0; i < kPairs; ++i) sin[i] *= is_first_half(i < S::P ? first : next) ? -sign : sign;
-  }
-  // What a vector's numbers are paired with.
-  __device__ uint4 exchange(const uint4& raw) const {
-    uint4 pairs;
-    pairs.x = __shfl_sync(0xffffffffu, kOdd ? raw.z : raw.x, whose_next);
-    pairs.y = __shfl_sync(0xffffffffu, kOdd ? raw.w : raw.y, whose_next);
-    pairs.z = __shfl_sync(0xffffffffu, kOdd ? raw.x : raw.z, whose_first);
-    pairs.w = __shfl_sync(0xffffffffu, kOdd ? raw.y : raw.w, whose_first);
-    return pairs;
-  }
-};
-
-// Heads dealt out to jobs, of which each takes every `slots`-th: how many one has. No thread divides for it.
-struct Dealt {
-  int32_t each, more;  // jobs that have one more
-
-  Dealt() = default;
-  Dealt(int64_t heads, int64_t slots)
-      : each(slots > 0 ? static_cast<int32_t>(heads / slots) : 0),
-        more(slots > 0 ? static_cast<int32_t>(heads % slots) : 0) {}
-  __device__ int of(int slot) const { return each + (slot < more ? 1 : 0); }
-};
-
-// As turn() does, one number of each pair.
-template <typename T>
-__device__ inline uint4 turned_across(const uint4& raw, const uint4& pairs, const float* cos, const float* sin) {
-  float own[8], other[8];
-  unpack<T>(raw, own), unpack<T>(pairs, other);
-#pragma unroll
-  for (int i = 0; i < 8; ++i) own[i] = fmaf(own[i], cos[i], __fmul_rn(other[i], sin[i]));
-  return packed<T>(own);
-}
-
 // ---- host ----
 
 // How a head is cut where a lane has up to `lane_pairs` pairs of it, by its width and dtype alone.
@@ -653,15 +587,6 @@ inline AnyTables make_tables(const TensorView& cos, const TensorView& sin, const
     t.position_batch = last > 0 ? stride_of(positions, 0, bytes) : 0;
   }
   return t;
-}
-
-// Vectors of a head that lies across lanes; 0 where it cannot, or need not: a half that is a whole line of memory is
-// read as one by lanes with both halves. Warps with less than three quarters of their lanes would lose by it.
-inline int vectors_across(int64_t width, int element_size, bool interleaved) {
-  const int64_t bytes = width * element_size, vectors = bytes / 16;
-  if (element_size != 2 || interleaved || bytes % 16 != 0) return 0;
-  if (vectors % 2 == 0 && bytes / 2 >= 128) return 0;
-  return vectors > kWarp || kWarp / vectors * vectors < kWarp * 3 / 4 ? 0 : static_cast<int>(vectors);
 }
 
 // Whether the P numbers of every chunk can be had at once.

@@ -3,8 +3,8 @@
 // rope.cuh.
 //
 // Traffic. dq, dk and dv are read once and dqkv is written once. (By rope_forward and torch.cat two thirds of that are
-// moved twice.) A job takes up to four heads, or six, of a token's q, k or v, all of whose loads are under way
-// together; those of q and k share the token's cosines and sines.
+// moved twice.) A job takes up to four heads of a token's q, k or v, all of whose loads are under way together; those
+// of q and k share the token's cosines and sines.
 #include "rope.cuh"
 
 namespace fuselm {
@@ -12,11 +12,10 @@ namespace rope {
 namespace {
 
 constexpr int kThreads = 128;
-constexpr int kAtOnce = 4;                          // heads of a job whose loads are under way together
-constexpr int64_t kMostSlots = 1 << 20;             // of a token
-constexpr int kParts = 3, kTurnedParts = 2;         // q and k, and then v
-constexpr int kBlocks = 5;                          // of a multiprocessor: with six some kernels would spill
-constexpr int kAcrossHeads = 6, kAcrossBlocks = 8;  // the same of heads across lanes: a vector of each
+constexpr int kAtOnce = 4;                   // heads of a job whose loads are under way together
+constexpr int64_t kMostSlots = 1 << 20;      // of a token
+constexpr int kParts = 3, kTurnedParts = 2;  // q and k, and then v
+constexpr int kBlocks = 5;                   // of a multiprocessor: with six some kernels would spill
 
 // What is q's, k's or v's own.
 struct JoinPart {
@@ -24,7 +23,6 @@ struct JoinPart {
   int64_t heads, columns;  // columns: the stride from one to the next, in elements
   int64_t to;              // bytes from a token's first head to the part's
   int32_t slots;           // jobs of a token; each takes every slots-th head
-  Dealt dealt;
 };
 
 struct JoinArgs {
@@ -45,7 +43,6 @@ struct JoinJob {
   const char* from;
   char* to;
   int64_t heads, from_head, head, step, columns;
-  int32_t left;  // how many heads it has
   bool turned;
 
   __device__ JoinJob(const JoinArgs& a, const Job& job) {
@@ -54,7 +51,6 @@ struct JoinJob {
     const JoinPart& part = a.parts[which];
     from = part.from.of(job), from_head = part.from.head, columns = part.columns;
     heads = job.live ? part.heads : 0, head = slot, step = part.slots;
-    left = job.live ? part.dealt.of(slot) : 0;
     to = a.to + job.token * a.to_token + part.to;
     turned = which < kTurnedParts;
   }
@@ -102,53 +98,6 @@ __global__ void __launch_bounds__(kThreads, kBlocks) rope_qkv_backward_kernel(co
   }
 }
 
-// Heads whose halves are no whole vectors or no whole lines of memory: see AcrossLane.
-struct JoinAcrossArgs : JoinArgs {
-  Divisor by_vectors;  // of a head
-  int32_t groups;      // of a warp
-};
-
-template <typename T, bool kOdd>
-__global__ void __launch_bounds__(kThreads, kAcrossBlocks)
-    rope_qkv_backward_across_kernel(const __grid_constant__ JoinAcrossArgs a) {
-  const AcrossLane<kOdd> across(a.by_vectors, threadIdx.x);
-  const bool spare = across.group >= a.groups;
-  Job job(a.jobs, (blockIdx.x * blockDim.y + threadIdx.y) * a.groups + (spare ? 0 : across.group), across.lane);
-  job.live = job.live && !spare;
-  const JoinJob mine(a, job);
-  int left = mine.left;
-  const char* from = mine.source(mine.head) + across.lane * 16;
-  char* to = mine.target(mine.head, 2 * a.half_bytes) + across.lane * 16;
-  const int64_t from_step = mine.step * mine.from_head, to_step = mine.step * (2 * a.half_bytes);
-  const bool turned = mine.turned;
-  const uint64_t policy = read_policy(a.large);
-  uint4 raw[kAcrossHeads];
-  auto load = [&] {
-#pragma unroll
-    for (int h = 0; h < kAcrossHeads; ++h) {
-      raw[h] = make_uint4(0, 0, 0, 0);
-      if (h < left) raw[h] = load_vector(from, policy);
-      from += from_step;
-    }
-  };
-  load();
-  float cos[across.kPairs], sin[across.kPairs];
-  if (turned) across.load_angles(a.tables, job, -1.0f, cos, sin);
-#pragma unroll 1
-  for (int done = 0;;) {
-#pragma unroll
-    for (int h = 0; h < kAcrossHeads; ++h) {
-      const uint4 pairs = across.exchange(raw[h]);  // by all lanes of the warp, whatever they have
-      if (turned) raw[h] = turned_across<T>(raw[h], pairs, cos, sin);
-      if (h < left) store_vector(to, raw[h]);
-      to += to_step;
-    }
-    left -= kAcrossHeads, done += kAcrossHeads;
-    if (done >= a.turns) return;
-    load();
-  }
-}
-
 // Any strides, any alignment: elements one by one, by the lanes of the vectors.
 template <typename T>
 __global__ void __launch_bounds__(kThreads, 4) rope_qkv_backward_any_kernel(const __grid_constant__ JoinArgs a) {
@@ -175,13 +124,12 @@ __global__ void __launch_bounds__(kThreads, 4) rope_qkv_backward_any_kernel(cons
 // ---- launchers ----
 
 // So many heads to a job, more only of a token that has millions; how many jobs a token has.
-int64_t share_out(JoinArgs& a, int64_t heads_of_job) {
+int64_t share_out(JoinArgs& a) {
   int64_t slots = 0;
   a.turns = 1;
   for (JoinPart& part : a.parts) {
-    const int64_t least = divide_up(part.heads, kMostSlots), most = least > heads_of_job ? least : heads_of_job;
+    const int64_t least = divide_up(part.heads, kMostSlots), most = least > kAtOnce ? least : kAtOnce;
     part.slots = static_cast<int32_t>(divide_up(part.heads, most));
-    part.dealt = Dealt(part.heads, part.slots);
     const int64_t turns = part.slots > 0 ? divide_up(part.heads, part.slots) : 0;
     if (turns > a.turns) a.turns = static_cast<int32_t>(turns);
     slots += part.slots;
@@ -189,54 +137,33 @@ int64_t share_out(JoinArgs& a, int64_t heads_of_job) {
   return slots;
 }
 
-// `groups` of lanes, with a job each, are in a block.
-template <typename Args, typename Kernel>
-Status launch_join(const Args& whole, Kernel kernel, int lanes, int groups, int64_t slots, const TensorView& dq,
+template <typename Kernel>
+Status launch_join(const JoinArgs& whole, Kernel kernel, int lanes, int64_t slots, const TensorView& dq,
                    cudaStream_t stream) {
   const int64_t tokens = dq.sizes[1];
   return for_pieces(dq.sizes[0], tokens, slots, [&](const Piece& piece) {
-    Args a = whole;
+    JoinArgs a = whole;
     a.jobs = Jobs(piece.batches, piece.tokens, slots);
     for (JoinPart& part : a.parts) move_to(piece, part.from);
     a.to += piece.first_token(tokens) * a.to_token;
     move_to(piece, a.tables);
-    Launch how(dim3(static_cast<unsigned>(divide_up(a.jobs.count, groups))), kThreads, 0, stream);
+    Launch how(dim3(static_cast<unsigned>(divide_up(a.jobs.count, kThreads / lanes))), kThreads, 0, stream);
     how.config.blockDim = dim3(static_cast<unsigned>(lanes), static_cast<unsigned>(kThreads / lanes));
     return how(kernel, a);
   });
 }
 
-template <typename T, bool kOdd>
-Status launch_across(const JoinArgs& whole, const TensorView (&from)[kParts], int vectors, cudaStream_t stream) {
-  JoinAcrossArgs a = {};
-  static_cast<JoinArgs&>(a) = whole;
-  const int64_t slots = share_out(a, kAcrossHeads);
-  a.by_vectors = Divisor(static_cast<uint32_t>(vectors)), a.groups = kWarp / vectors;
-  return launch_join(a, rope_qkv_backward_across_kernel<T, kOdd>, kWarp, kThreads / kWarp * a.groups, slots, from[0],
-                     stream);
-}
-
 template <typename T, bool kInterleaved>
 Status launch_dtype(JoinArgs& a, const TensorView (&from)[kParts], cudaStream_t stream) {
-  const int64_t half = from[0].sizes[3] / 2, slots = share_out(a, kAtOnce);
+  const int64_t half = from[0].sizes[3] / 2, slots = share_out(a);
   const Shape shape(2 * half, sizeof(T), kInterleaved, kLanePairs);
   const int bytes = shape.vector * static_cast<int>(sizeof(T));
   bool vectors = shape.vector > 1 && bytes >= 4 && in_vectors(a.tables, shape.pairs, half) && is_aligned(a.to, 16);
   for (const TensorView& x : from) vectors = vectors && (x.sizes[2] == 0 || in_vectors(x, bytes));
   a.chunks = shape.chunks, a.half = static_cast<int32_t>(half), a.chunk_bits = shape.chunk_bits();
   a.interleaved = kInterleaved;
-  auto run = [&](auto kernel, int lanes) {
-    return launch_join(a, kernel, lanes, kThreads / lanes, slots, from[0], stream);
-  };
+  auto run = [&](auto kernel, int lanes) { return launch_join(a, kernel, lanes, slots, from[0], stream); };
   if (!vectors) return run(rope_qkv_backward_any_kernel<T>, shape.sum_lanes());
-  if constexpr (sizeof(T) == 2 && !kInterleaved) {
-    int across = vectors_across(2 * half, sizeof(T), kInterleaved);
-    for (const TensorView& x : from) across = x.sizes[2] == 0 || in_vectors(x, 16) ? across : 0;
-    if (across != 0) {
-      return across % 2 == 0 ? launch_across<T, false>(a, from, across, stream)
-                             : launch_across<T, true>(a, from, across, stream);
-    }
-  }
   // A lane has a vector of each half or, of neighbours, two vectors.
   const int lanes = shape.lanes(kInterleaved ? 2 : 1);
   if (bytes == 16) return run(rope_qkv_backward_kernel<T, kVec<T>, kInterleaved>, lanes);
