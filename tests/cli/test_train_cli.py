@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import gzip
 import json
 import os
 import shutil
@@ -22,6 +23,7 @@ from fuselm import checkpoint
 from fuselm.checkpoint import open_run
 from fuselm.cli import app
 from fuselm.cli.train import SAME_WISH_SECONDS
+from fuselm.cli.train_plan import make_plan
 from fuselm.config import PRESETS
 from fuselm.torchlm.log import read_log
 from fuselm.torchlm.sample import sample
@@ -161,6 +163,34 @@ def test_text_is_tokenised_into_the_run_and_overwrite_begins_anew(tmp_path: Path
     assert open_run(out).saved["last"] == 4
     steps = [record["step"] for record in read_log(out / "log.jsonl") if record["kind"] == "step"]
     assert steps == [1, 2, 3, 4]
+
+
+def test_each_text_has_a_folder_of_its_own_where_none_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    texts = [tmp_path / "hen.txt", tmp_path / "other" / "my.sea.txt.gz"]
+    texts[1].parent.mkdir()
+    texts[0].write_text("Once upon a time there was a little red hen. " * 60)
+    texts[1].write_bytes(gzip.compress(b"She lived by the sea, which was blue. " * 60))
+    options = ("--preset", "naive-char", "--samples", "0", "--steps", "2", "--set", "width=16", "--set", "ffn_width=32")
+    for text in texts:
+        assert fuselm(text, *options).exit_code == 0
+    assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["hen-naive-char", "my.sea-naive-char"]
+    texts[0].unlink()  # the run has what it needs, and is found without
+    assert "finished already at step 2 of 2" in fuselm(texts[0], *options).stderr
+
+
+@pytest.mark.parametrize("corpus", [None, "little-stories"])
+def test_the_text_of_a_preset_is_trained_in_the_folder_of_its_name(corpus: str | None) -> None:
+    plan = make_plan("demo", corpus, None, {}, [], None, None, overwrite=False)
+    assert plan.out == Path("runs/demo")
+
+
+@pytest.mark.parametrize(
+    ("corpus", "folder"),
+    [("stories", "stories-demo"), ("notes/v1.2/", "v1.2-demo"), ("a/book.JSONL.zst", "book-demo"), ("hen", "hen-demo")],
+)
+def test_another_text_is_trained_in_a_folder_of_both_names(corpus: str, folder: str) -> None:
+    assert make_plan("demo", corpus, None, {}, [], None, None, overwrite=False).out == Path("runs") / folder
 
 
 # --- signals ---------------------------------------------------------------------------------------------------------

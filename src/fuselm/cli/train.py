@@ -53,6 +53,9 @@ Examples:
 DEFAULT_PRESET = "demo"
 SAME_WISH_SECONDS = 1.0  # between two signals that ask for one thing
 
+Out = Annotated[
+    Path | None, typer.Option(help="Run folder.", show_default="runs/PRESET; of another text runs/TEXT-PRESET")
+]
 CudaGraph = Annotated[
     bool | None, typer.Option("--cuda-graph/--no-cuda-graph", help="Launch a step as one CUDA graph: for small models.")
 ]
@@ -66,7 +69,7 @@ def train(
         str | None, typer.Argument(help="Name or path; default: the preset's.", show_default=False)
     ] = None,
     preset: Annotated[str | None, typer.Option(help="Model and training; see --list.", show_default="demo")] = None,
-    out: Annotated[Path | None, typer.Option(help="Run folder.", show_default="runs/PRESET")] = None,
+    out: Out = None,
     resume: Annotated[Path | None, typer.Option(help="Go on with the run in this folder.")] = None,
     steps: Annotated[int | None, typer.Option(help="Steps of training.")] = None,
     batch_size: Annotated[int | None, typer.Option(help="Rows of a step.")] = None,

@@ -6,6 +6,7 @@ Everything that can be refused is refused here, the cheapest first.
 from __future__ import annotations
 
 import dataclasses
+import re
 import shutil
 from contextlib import suppress
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from fuselm.data.shards import Shard
     from fuselm.text.tokenizer import Tokenizer
 
+TEXT_ENDING = re.compile(r"(\.(txt|text|md|jsonl|ndjson|parquet))?(\.(gz|xz|bz2|zst))?$", re.IGNORECASE)
 BYTES_PER_PARAMETER = 28  # on the disk: weights and two averages, twice while one replaces the other, and the best's
 
 
@@ -79,7 +81,7 @@ def make_plan(
         preset_name,
         chosen,
         corpus or chosen.corpus,
-        out or Path("runs") / preset_name,
+        out or _usual_folder(preset_name, chosen, corpus),
         shape,
         train,
         tokenizer,
@@ -91,6 +93,17 @@ def make_plan(
         raise ValueError(f"{corpus} is tokenised already; --tokenizer and --limit-mb come too late. Leave them out.")
     chosen.model(256, **shape)
     return plan
+
+
+def _usual_folder(preset_name: str, chosen: Preset, corpus: str | None) -> Path:
+    """The folder of a run for which nobody names one; another text than the preset's has one of its own.
+
+    It follows from names alone: a run that was begun is found when its text is gone.
+    """
+    if corpus in (None, chosen.corpus):
+        return Path("runs") / preset_name
+    text = TEXT_ENDING.sub("", Path(corpus).absolute().name)
+    return Path("runs") / f"{text}-{preset_name}"
 
 
 def _parsed(settings: list[str]) -> dict[str, Any]:
