@@ -128,6 +128,32 @@ def test_prepare_takes_a_tokenizer_or_characters(corpus: Path, trained: Path, tm
     assert not (tmp_path / "c").exists()
 
 
+def test_prepare_replaces_nothing_unless_it_is_told_to(corpus: Path, tmp_path: Path) -> None:
+    out = tmp_path / "data"
+    command = ("data", "prepare", corpus, "--characters", "--out", out)
+    assert fuselm(*command).exit_code == 0
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
+    corpus.write_text(TEXT.upper())
+    refused = fuselm(*command)
+    assert refused.exit_code == 1
+    assert "holds tokenizer.json, train.tokens, valid.tokens, prepared.json. Name another folder" in refused.stderr
+    assert "--overwrite" in refused.stderr
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
+    assert fuselm(*command, "--overwrite").exit_code == 0
+    assert (out / "train.tokens").read_bytes() != before["train.tokens"]
+    assert fuselm("data", "info", out, "--verify").exit_code == 0
+
+
+def test_a_tokenizer_is_written_over_by_itself_alone(corpus: Path, trained: Path, tmp_path: Path) -> None:
+    before = trained.read_bytes()
+    refused = fuselm("data", "prepare", corpus, "--characters", "--out", tmp_path)
+    assert refused.exit_code == 1
+    assert "holds tokenizer.json. Name another folder" in refused.stderr
+    assert trained.read_bytes() == before
+    assert fuselm("data", "prepare", corpus, "--tokenizer", trained, "--out", tmp_path).exit_code == 0
+    assert trained.read_bytes() == before
+
+
 def test_the_built_in_stories_need_no_network(tmp_path: Path) -> None:
     result = fuselm("data", "prepare", "stories", "--limit-mb", "0.2", "--vocab-size", "600", "--out", tmp_path / "s")
     assert result.exit_code == 0, result.output

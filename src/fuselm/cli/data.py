@@ -35,7 +35,8 @@ wizard-of-oz and tinystories (downloaded once, kept in the user cache). Paths: a
 separates documents.
 
 The tokenizer is given by --tokenizer; else one is trained on the corpus, of --vocab-size tokens, or of single
-characters. What the folder had before is replaced when everything is complete, and not before.
+characters. A folder that has such files already is refused; with --overwrite they are replaced when everything is
+complete, and not before.
 
 Examples:
 
@@ -68,6 +69,7 @@ def prepare(
     limit_mb: Annotated[float | None, typer.Option(help="Use at most this many megabytes of each split.")] = None,
     seed: Annotated[int | None, typer.Option(help="Which of the endless built-in stories.", show_default="0")] = None,
     threads: Annotated[int | None, typer.Option(help="Default: one for each core.")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what --out holds.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")] = False,
 ) -> None:
     """Prepare; the help text is PREPARE_HELP."""
@@ -78,6 +80,8 @@ def prepare(
         if tokenizer is not None and (characters or vocab_size is not None):
             raise ValueError("--tokenizer says which tokenizer to use, --characters and --vocab-size do too. Choose.")
         _check_out(out, corpus)
+        if not overwrite:
+            _check_unused(out, tokenizer)
         with bar(UNITS) as step:
             source = open_named(corpus, limit_mb, step, seed=seed)
             typer.echo(source.describe(), err=True)
@@ -165,6 +169,21 @@ def _check_out(out: Path, corpus: str) -> None:
         raise ValueError(f"--out is a folder; {there} is a file. Name another.")
     if not os.access(there, os.W_OK):
         raise ValueError(f"--out is a folder that can be written; {there} cannot. Name another.")
+
+
+def _check_unused(out: Path, tokenizer: Path | None) -> None:
+    """Refuse to write over tokens or a tokenizer: a run that was begun with them could not go on.
+
+    The tokenizer that is to be used may lie there, since it comes out as it was.
+    """
+    from fuselm.data.prepare import FILES
+
+    paths = [out / name for name in FILES if (out / name).exists()]
+    if found := [path.name for path in paths if tokenizer is None or not path.samefile(tokenizer)]:
+        raise ValueError(
+            f"A corpus is prepared into a folder without one; {out} holds {', '.join(found)}. Name another folder, or "
+            "give --overwrite to replace them."
+        )
 
 
 def _sentence(name: str, facts: dict[str, Any]) -> str:

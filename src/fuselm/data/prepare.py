@@ -21,6 +21,7 @@ from fuselm.files import whole_folder, write_whole
 from fuselm.text.bpe import train_bpe
 from fuselm.text.tokenizer import Tokenizer
 
+FILES = (TOKENIZER, *(f"{split}.tokens" for split in SPLITS), MANIFEST)  # all that it writes
 VOCAB_SIZE = 10_000  # of a tokenizer that is trained, unless somebody says otherwise
 # Split, bytes of documents read, and about how many there are (None: not known).
 Progress = Callable[[str, int, int | None], None]
@@ -75,14 +76,14 @@ def open_prepared(folder: str | Path) -> dict[str, Shard]:
             "Make one with `fuselm data prepare`."
         ) from None
     except ValueError as error:
-        raise ShardError(f"{folder / MANIFEST} is not JSON ({error}). Prepare the folder again.") from None
+        raise ShardError(f"{folder / MANIFEST} is not JSON ({error}). Prepare it again, with --overwrite.") from None
     fingerprint = Tokenizer.load(folder / TOKENIZER).fingerprint
     shards = {split: open_shard(folder / f"{split}.tokens", fingerprint=fingerprint) for split in SPLITS}
     found = {"tokenizer": fingerprint, **{split: shard.header.sha256 for split, shard in shards.items()}}
     if found != manifest:
         raise ShardError(
             f"The files of a prepared folder are made together; those in {folder} are not. Was a run killed while it "
-            "replaced them, or a file put there by hand? Prepare the folder again."
+            "replaced them, or a file put there by hand? Prepare it again, with --overwrite."
         )
     return shards
 
