@@ -79,19 +79,46 @@ def test_every_op_runs_fused_in_both_frameworks_where_all_is_there(op: str, fram
     assert doctor.judge(op, seen, machine(built=True)) == doctor.Verdict(op, framework, "fused", "kernels are built")
 
 
-def test_ops_over_lists_stand_among_the_others(monkeypatch) -> None:
+def test_ops_that_run_alike_share_a_line(monkeypatch) -> None:
     pretend(monkeypatch, machine(gpu=False), CPU_TORCH)
     lines = CliRunner().invoke(app, ["doctor"]).output.splitlines()
-    told = [line.split(" in torch: ") for line in lines if " in torch: " in line]
-    assert [op for op, _ in told] == sorted([*ops(), "adamw", "global_norm"])
-    assert len({words for _, words in told}) == 1  # nothing is different about them
+    told = [at for at, line in enumerate(lines) if line.startswith("ops in ")]
+    assert [lines[at].partition(" (")[0] for at in told] == ["ops in torch: fallback", "ops in jax: absent"]
+    for at in told:  # ops over lists stand among the others
+        assert lines[at + 1].strip().split(", ") == sorted([*ops(), "adamw", "global_norm"])
+    assert sum("Fine on a CPU" in line for line in lines) == 1
+
+
+def test_frameworks_that_run_alike_share_a_line(monkeypatch) -> None:
+    pretend(monkeypatch, machine(gpu=False), CPU_TORCH)
+    monkeypatch.setattr(doctor, "probe_framework", lambda name: Framework(name, "1.0", "CPU build"))
+    lines = CliRunner().invoke(app, ["doctor"]).output.splitlines()
+    [line] = [line for line in lines if line.startswith("ops in ")]
+    assert line.startswith("ops in torch and jax: fallback (no NVIDIA GPU is visible). Fine on a CPU;")
+
+
+def test_ops_that_run_otherwise_have_a_line_of_their_own(monkeypatch) -> None:
+    pretend(monkeypatch, machine(built=True), GPU_TORCH)
+    judge = doctor.judge
+
+    def judged(op: str, framework: Framework, machine: Machine) -> doctor.Verdict:
+        if (op, framework.name) == ("rope", "torch"):
+            return doctor.Verdict(op, "torch", "absent", "the op has no torch version")
+        return judge(op, framework, machine)
+
+    monkeypatch.setattr(doctor, "judge", judged)
+    lines = CliRunner().invoke(app, ["doctor"]).output.splitlines()
+    at = lines.index("ops in torch: absent (the op has no torch version)")
+    assert lines[at + 1].strip() == "rope"
+    fused = lines[lines.index("ops in torch: fused (kernels are built)") + 1]
+    assert "rope" not in fused.strip().split(", ")
 
 
 def test_healthy_cpu_machine_exits_with_zero_and_prints_plain_lines(monkeypatch) -> None:
     pretend(monkeypatch, machine(gpu=False), CPU_TORCH)
     result = CliRunner().invoke(app, ["doctor"])
     assert result.exit_code == 0
-    assert f"{OP} in torch: fallback (no NVIDIA GPU is visible)" in result.output
+    assert "ops in torch: fallback (no NVIDIA GPU is visible)" in result.output
     assert "all is well" in result.output
     assert not set("│┃━─") & set(result.output)
 
@@ -118,6 +145,16 @@ def test_tables_on_a_terminal_show_brackets_as_they_are(monkeypatch, capsys) -> 
     console = doctor.Console(force_terminal=True, width=200)
     doctor._render(doctor.examine(), console)
     assert "2.13.0 ([odd])" in capsys.readouterr().out
+
+
+def test_names_of_ops_stay_whole_in_eighty_columns(monkeypatch, capsys) -> None:
+    pretend(monkeypatch, machine(gpu=False), CPU_TORCH)
+    monkeypatch.setattr(doctor, "probe_framework", lambda name: Framework(name, "1.0", "CPU build"))
+    doctor._render(doctor.examine(), doctor.Console(force_terminal=True, width=80))
+    words = capsys.readouterr().out.replace(",", "").split()
+    assert [words.count(op) for op in [*ops(), *LIST_OPS]] == [1] * len([*ops(), *LIST_OPS])
+    assert words.count("fallback") == 1
+    assert "newer." in words  # the end of what to do
 
 
 def test_framework_that_does_not_import_is_reported_and_not_raised(tmp_path: Path, monkeypatch) -> None:

@@ -26,7 +26,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 HELP = """Say what this machine has, which ops run fused here, and what to do about the others.
@@ -271,10 +271,24 @@ def _facts(report: Report) -> Iterator[tuple[str, str]]:
     yield "libraries", f"built for this source: {', '.join(built)}" if built else "none built for this source"
 
 
+def _alike(verdicts: list[Verdict]) -> Iterator[tuple[tuple[str, ...], str, Verdict]]:
+    """Ops, frameworks, and what is the same of them: nearly always one obstacle is that of all."""
+    ops: dict[Verdict, list[str]] = {}
+    for verdict in verdicts:
+        ops.setdefault(dataclasses.replace(verdict, op=""), []).append(verdict.op)
+    frameworks: dict[tuple[Verdict, tuple[str, ...]], list[str]] = {}
+    for shared, names in ops.items():
+        frameworks.setdefault((dataclasses.replace(shared, framework=""), tuple(names)), []).append(shared.framework)
+    for (shared, together), where in frameworks.items():
+        yield together, " and ".join(where), shared
+
+
 def _render(report: Report, console: Console) -> None:
-    rows: list[tuple[str, ...]] = [(v.op, v.framework, v.runs, v.why, v.remedy) for v in report.ops]
+    rows = [(", ".join(ops), where, one.runs, one.why, one.remedy) for ops, where, one in _alike(report.ops)]
     if console.is_terminal:
-        facts, ops = Table("", "", show_header=False), Table("op", "framework", "runs", "why", "what to do")
+        names = max((len(verdict.op) for verdict in report.ops), default=0) + 1  # one and its comma stay whole
+        facts = Table("", "", show_header=False)
+        ops = Table(Column("ops", width=max(names, console.width // 3)), "in", "run", "why", "what to do")
         for fact in _facts(report):
             facts.add_row(*map(Text, fact))  # Text: a bracket in a path is not markup
         for row in rows:
@@ -283,8 +297,9 @@ def _render(report: Report, console: Console) -> None:
     else:
         for name, value in _facts(report):
             typer.echo(f"{name}: {value}")
-        for op, framework, runs, why, remedy in rows:
-            typer.echo(f"{op} in {framework}: {runs} ({why}){'. ' + remedy if remedy else ''}")
+        for together, where, runs, why, remedy in rows:
+            typer.echo(f"ops in {where}: {runs} ({why}){'. ' + remedy if remedy else ''}")
+            typer.echo(f"  {together}")
     for problem in report.problems:
         typer.echo(f"problem: {problem}")
     typer.echo("something is broken: see above" if report.problems else "all is well")
