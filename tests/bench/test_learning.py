@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -383,6 +384,28 @@ def test_a_preset_has_a_picture_also_where_little_is_known(tmp_path: Path) -> No
         [path] = learning_report.pictures(tmp_path / str(number), some, "a machine")
         assert path.name == "tiny.png"
         assert path.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("number", [1, 2, 4, len(LEARNERS)])
+def test_curves_that_agree_are_all_seen(number: int) -> None:
+    figure = pytest.importorskip("matplotlib.figure").Figure(figsize=(7, 3.5))
+    canvas = pytest.importorskip("matplotlib.backends.backend_agg").FigureCanvasAgg(figure)
+    axis, losses = figure.add_subplot(), [4.0 - 0.05 * step for step in range(30)]
+    alike = [{"learner": learner, "losses": losses} for learner in list(LEARNERS)[:number]]
+    learning_report._draw_curves(axis, alike)
+    axis.get_legend().remove()
+    canvas.draw()
+    pixels = np.asarray(canvas.buffer_rgba())[..., :3].reshape(-1, 3)
+    for row in alike:
+        colour = [int(learning_report.COLOURS[row["learner"]][at : at + 2], 16) for at in (1, 3, 5)]
+        assert (pixels == colour).all(axis=1).sum() > 30, row["learner"]
+
+
+def test_a_curve_that_is_the_same_to_the_bit_is_named_where_it_has_no_distance() -> None:
+    axis = pytest.importorskip("matplotlib.figure").Figure().add_subplot()
+    same = [{**row, "losses": measured()[0]["losses"]} for row in measured()[:3]]
+    learning_report._draw_gaps(axis, same)
+    assert "fuselm: none at any step" in [text.get_text() for text in axis.get_legend().get_texts()]
 
 
 def test_every_learner_has_a_colour_of_its_own() -> None:

@@ -47,6 +47,8 @@ COLOURS = {
     "nudged": "#cccccc",
 }
 
+WIDE, DASH = 2.2, 4.0  # points; the length of a dash in widths of its line
+
 
 def as_rows(rows: Sequence[Row]) -> list[Row]:
     """The fields of rows.csv; a curve's end stands for the curve."""
@@ -155,28 +157,36 @@ def picture(rows: Sequence[Row], path: Path, title: str) -> None:
 
 
 def _draw_curves(axis: Any, rows: Sequence[Row]) -> None:
-    for row in rows:
-        steps = range(1, 1 + len(row["losses"]))
-        width = 2.5 if row["learner"] == BASE else 1.0
-        axis.plot(steps, smoothed(row["losses"]), color=COLOURS[row["learner"]], linewidth=width, label=_title(row))
+    from matplotlib.lines import Line2D
+
+    for turn, row in enumerate(rows):
+        _draw_line(axis, row, smoothed(row["losses"]), turn, len(rows))
     axis.set_ylabel("running mean of the loss")
-    axis.legend(fontsize=8, frameon=False)
+    lines = [Line2D([], [], color=COLOURS[row["learner"]], linewidth=WIDE) for row in rows]
+    axis.legend(lines, [_title(row) for row in rows], fontsize=8, frameon=False)
     _clean(axis)
+
+
+def _draw_line(axis: Any, row: Row, values: Sequence[float], turn: int, turns: int) -> None:
+    """A thin line and wide dashes over it, which stand where no other's do: lines that meet show all their colours."""
+    steps, colour = range(1, 1 + len(values)), COLOURS[row["learner"]]
+    axis.plot(steps, values, color=colour, linewidth=0.8)
+    dashes = (DASH * turn, (DASH, DASH * (turns - 1))) if turns > 1 else "solid"
+    axis.plot(steps, values, color=colour, linewidth=WIDE, linestyle=dashes, zorder=3)
 
 
 def _draw_gaps(axis: Any, rows: Sequence[Row]) -> None:
     """On a logarithmic axis: noise grows from step to step, by powers of ten."""
     base = next((smoothed(row["losses"]) for row in rows if row["learner"] == BASE), None)
-    for row in rows if base is not None else ():
-        if row["learner"] == BASE:
-            continue
+    others = [row for row in rows if row["learner"] != BASE] if base is not None else []
+    for turn, row in enumerate(others):
         apart = [abs(one - other) for one, other in zip(smoothed(row["losses"]), base or (), strict=True)]
-        # A gap of exactly 0 has no place there.
-        apart = [value or math.nan for value in apart]
-        steps = range(1, 1 + len(apart))
         if row["learner"] == NUDGED and row["noise"] is not None:
             axis.axhline(APART * row["noise"], color="black", linewidth=0.8, linestyle="--", label="limit of the rms")
-        axis.plot(steps, apart, color=COLOURS[row["learner"]], linewidth=1.0)
+        if not any(apart):
+            axis.plot([], [], color=COLOURS[row["learner"]], linewidth=WIDE, label=f"{_title(row)}: none at any step")
+        # A gap of exactly 0 has no place there.
+        _draw_line(axis, row, [value or math.nan for value in apart], turn, len(others))
     if axis.lines:
         axis.set_yscale("log", nonpositive="mask")
     else:
