@@ -165,6 +165,17 @@ def test_text_is_tokenised_into_the_run_and_overwrite_begins_anew(tmp_path: Path
     assert steps == [1, 2, 3, 4]
 
 
+def test_the_size_of_the_vocabulary_is_that_of_the_tokenizer_it_trains(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    command = ("stories", "--limit-mb", "0.1", *TINY, "--samples", "0", "--out", out, "--set")
+    result = fuselm(*command, "vocab_size=300")
+    assert result.exit_code == 0, result.output
+    run = open_run(out)
+    assert run.model.vocab_size == run.tokenizer().vocab_size == 300
+    assert "finished already" in fuselm(*command, "vocab_size=300").stderr
+    assert_refused(fuselm(*command, "vocab_size=310"), "data.tokens = 300 (asked for: 310)")
+
+
 def test_each_text_has_a_folder_of_its_own_where_none_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     texts = [tmp_path / "hen.txt", tmp_path / "other" / "my.sea.txt.gz"]
@@ -257,7 +268,11 @@ def trained(folder: Path) -> bool:
         (("{data}", "--seed", str(2**70)), "seed is 0 or more and below 2**63"),
         (("{data}", "--set", "num_head=4"), "Did you mean num_heads?"),
         (("{data}", "--set", "dropout"), "--set takes name=value; got 'dropout'."),
-        (("{data}", "--set", "vocab_size=9"), "vocab_size comes from the tokenizer."),
+        (("{data}", "--set", "vocab_size=300"), "the prepared corpus has its own. Leave vocab_size out."),
+        (("stories", "--tokenizer", "{data}/tokenizer.json", "--set", "vocab_size=300"), "--tokenizer names another."),
+        (("stories", "--preset", "naive-char", "--set", "vocab_size=300"), "naive-char has a token for each character"),
+        (("stories", "--limit-mb", "0.1", "--set", "vocab_size=99"), "at least 256 bytes and its special tokens"),
+        (("stories", "--set", "vocab_size=many"), "vocab_size is a whole number; got 'many'."),
         (("{data}", "--set", "width=wide"), "width is a whole number; got 'wide'."),
         (("{data}", "--set", "schedule=cosin"), "one of cosine, linear, wsd, constant; got 'cosin'"),
         (("{data}", "--micro-batch", "3"), "micro_batch divides batch_size; got 3 for 2."),

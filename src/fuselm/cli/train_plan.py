@@ -70,16 +70,18 @@ def make_plan(
     overwrite: bool,
 ) -> Plan:
     """Put preset and options together; every rule about sizes is checked here, whatever the vocabulary will be."""
-    from fuselm.config import ModelConfig, TrainConfig, preset
+    from fuselm.config import ModelConfig, TrainConfig, changed, preset
 
     chosen = preset(preset_name)
     changes = {name: value for name, value in changes.items() if value is not None} | _parsed(settings)
     shape = {name: value for name, value in changes.items() if name in ModelConfig.__dataclass_fields__}
     training = {name: value for name, value in changes.items() if name in TrainConfig.__dataclass_fields__}
     train = chosen.train(**_fitted(chosen, training))
+    wished = {"vocab_size": shape.pop("vocab_size")} if "vocab_size" in shape else {}
+    changed(chosen.model(256, **shape), **wished)
     plan = Plan(
         preset_name,
-        chosen,
+        dataclasses.replace(chosen, tokens=wished.get("vocab_size", chosen.tokens)),
         corpus or chosen.corpus,
         out or _usual_folder(preset_name, chosen, corpus),
         shape,
@@ -91,8 +93,22 @@ def make_plan(
     )
     if plan.prepared is not None and (tokenizer is not None or limit_mb is not None):
         raise ValueError(f"{corpus} is tokenised already; --tokenizer and --limit-mb come too late. Leave them out.")
-    chosen.model(256, **shape)
+    if wished:
+        _check_trains_tokenizer(plan, chosen)
     return plan
+
+
+def _check_trains_tokenizer(plan: Plan, chosen: Preset) -> None:
+    """vocab_size asks for a tokenizer of that size: refuse it where the run trains none."""
+    if plan.prepared is not None:
+        found = "the prepared corpus has its own"
+    elif plan.tokenizer is not None:
+        found = "--tokenizer names another"
+    elif isinstance(chosen.tokens, str):
+        found = f"{plan.preset_name} has a token for each character"
+    else:
+        return
+    raise ValueError(f"vocab_size is that of a tokenizer which the run trains; {found}. Leave vocab_size out.")
 
 
 def _usual_folder(preset_name: str, chosen: Preset, corpus: str | None) -> Path:
@@ -115,11 +131,6 @@ def _parsed(settings: list[str]) -> dict[str, Any]:
         name, equals, text = setting.partition("=")
         if not equals:
             raise ValueError(f"--set takes name=value; got {setting!r}.")
-        if name == "vocab_size":
-            raise ValueError(
-                "vocab_size comes from the tokenizer. Give --tokenizer, or a corpus from `fuselm data prepare`, which "
-                "takes --vocab-size."
-            )
         found[name] = parsed(name, text)
     return found
 
