@@ -165,6 +165,33 @@ def test_text_is_tokenised_into_the_run_and_overwrite_begins_anew(tmp_path: Path
     assert steps == [1, 2, 3, 4]
 
 
+@pytest.mark.parametrize(
+    ("letters", "asked", "at"),
+    [
+        (1_000, (), [4, 8, 12, 16, 20]),  # 100 letters of validation are soon read
+        (4_000, (), [5, 10, 15, 20]),  # of 400, four times are as much work as 20 steps of 2 x 16
+        (40_000, (), [20]),
+        (40_000, ("--set", "eval_every=10"), [10, 20]),
+    ],
+)
+def test_a_short_run_validates_for_no_longer_than_it_trains(
+    letters: int, asked: tuple[str, ...], at: list[int], tmp_path: Path
+) -> None:
+    (tmp_path / "text.txt").write_text("hens" * (letters // 4))
+    options = (*SHAPE, "--preset", "naive-char", "--steps", "20", "--samples", "0", *asked, "--out", tmp_path / "run")
+    assert fuselm(tmp_path / "text.txt", *options).exit_code == 0
+    records = read_log(tmp_path / "run" / "log.jsonl")
+    assert [record["step"] for record in records if record["kind"] == "eval"] == at
+    assert "finished already at step 20 of 20" in fuselm(tmp_path / "text.txt", *options).stderr
+
+
+def test_a_run_as_long_as_its_presets_evaluates_as_often(tmp_path: Path) -> None:
+    for steps in (5000, 6000):
+        plan = make_plan("naive-char", None, tmp_path, {"steps": steps}, [], None, None, overwrite=False)
+        assert not plan.any_evaluations
+        assert plan.train.eval_every == PRESETS["naive-char"].train().eval_every
+
+
 def test_the_size_of_the_vocabulary_is_that_of_the_tokenizer_it_trains(tmp_path: Path) -> None:
     out = tmp_path / "run"
     command = ("stories", "--limit-mb", "0.1", *TINY, "--samples", "0", "--out", out, "--set")

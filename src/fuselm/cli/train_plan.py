@@ -43,6 +43,7 @@ class Plan:
     limit_mb: float | None
     overwrite: bool
     any_batch: bool  # nobody has asked for a batch size: a short corpus may have a smaller one
+    any_evaluations: bool  # it is shorter than the preset's run, and nobody has asked how often it evaluates
 
     @property
     def prepared(self) -> Path | None:
@@ -90,6 +91,7 @@ def make_plan(
         chosen.limit_mb if limit_mb is None and corpus in (None, chosen.corpus) else limit_mb,
         overwrite,
         not {"batch_size", "micro_batch"} & training.keys(),
+        train.steps < chosen.train().steps and "eval_every" not in training,
     )
     if plan.prepared is not None and (tokenizer is not None or limit_mb is not None):
         raise ValueError(f"{corpus} is tokenised already; --tokenizer and --limit-mb come too late. Leave them out.")
@@ -207,6 +209,8 @@ def _opened(plan: Plan) -> tuple[Run, dict[str, Shard]]:
     train = plan.train
     if plan.any_batch and there.train is not None:  # as it was made to fit
         train = dataclasses.replace(train, batch_size=there.train.batch_size)
+    if plan.any_evaluations and there.train is not None:
+        train = dataclasses.replace(train, eval_every=there.train.eval_every)
     folder = data_folder(there)
     lost = not (plan.out / checkpoint.TOKENIZER).is_file() and (folder / TOKENIZER).is_file()  # killed as it was made
     tokenizer = Tokenizer.load(folder / TOKENIZER) if lost else None
@@ -224,6 +228,7 @@ def _made(plan: Plan, folder: Path, device: str) -> tuple[Run, dict[str, Shard]]
     shards = open_prepared(folder)
     model = plan.preset.model(tokenizer.vocab_size, **plan.model_changes)
     train = _fitting(plan, model.context, shards["train"])
+    train = _evaluating(plan, train, model.context, shards["valid"])
     check_run(model, train, shards, device)  # before the folder belongs to a run that cannot be
     checkpoint.check_writable(plan.out, BYTES_PER_PARAMETER * cost.parameters(model).total)
     place = None if plan.prepared is None else str(plan.prepared.resolve())
@@ -248,6 +253,15 @@ def _fitting(plan: Plan, context: int, shard: Shard) -> TrainConfig:
         f"this corpus has {rows} rows of {context} tokens: {batch} a step, not {plan.train.batch_size}", err=True
     )
     return dataclasses.replace(plan.train, batch_size=batch)
+
+
+def _evaluating(plan: Plan, train: TrainConfig, context: int, shard: Shard) -> TrainConfig:
+    """A short run evaluates for no longer than it trains, or at its end alone; the split is always the whole one."""
+    if not plan.any_evaluations:
+        return train
+    passes = 3 * train.steps * train.batch_size * context  # forward: a step costs as much as three
+    most = max(1, passes // max(1, shard.tokens.size))
+    return dataclasses.replace(train, eval_every=max(train.eval_every, -(-train.steps // most)))
 
 
 def data_folder(run: Run) -> Path:
