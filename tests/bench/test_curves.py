@@ -71,7 +71,7 @@ def picture_size(path: Path) -> tuple[int, int]:
 
 def drawn(runs: list[Path], x: str = "step", log_y: bool = False) -> Any:
     """The figure instead of its pixels."""
-    return curves._draw(curves._styled([curves._track(run, x) for run in runs]), x, log_y)
+    return curves._draw(curves._comparable(curves._styled([curves._track(run, x) for run in runs])), x, log_y)
 
 
 def lines_of(axis: Any) -> list[list[tuple[float, float]]]:
@@ -149,6 +149,32 @@ def test_several_runs_have_a_colour_each_and_their_best_in_the_legend(
     assert len({line.get_color() for line in figure.axes[0].get_lines()}) == 4
     curves.curve(runs, tmp_path / "compare.png")
     assert picture_size(tmp_path / "compare.png") == (1280, 800)
+
+
+def with_tokenizer(run: Path, text: str) -> Path:
+    (run / "tokenizer.json").write_text(text)
+    return run
+
+
+def test_runs_of_different_tokenizers_are_drawn_in_bits_per_byte(tmp_path: Path) -> None:
+    bits = {"bits_per_byte": 1.5}
+    letters = with_tokenizer(make_run(tmp_path / "a", [step(10, 2.0), evaluation(10, 1.0) | bits]), "letters")
+    words = with_tokenizer(make_run(tmp_path / "b", [step(10, 8.0), evaluation(10, 6.0) | bits]), "words")
+    [losses] = drawn([letters, words]).axes
+    assert losses.get_ylabel() == "loss (bits per byte)"
+    assert [y for line in lines_of(losses) for _, y in line] == [3.0, 3.0, 1.5, 1.5, 2.0, 2.0, 1.5, 1.5]
+    assert legend_of(losses)[2:] == ["a: best 1.5000 at step 10", "b: best 1.5000 at step 10"]
+    assert curves.curve([letters, words], tmp_path / "c.png") == curves.BITS
+    assert curves.curve([letters], tmp_path / "c.png") == curves.NATS  # as the run itself says them
+
+
+def test_where_not_all_say_bits_per_byte_the_axis_says_that_tokens_differ(tmp_path: Path) -> None:
+    letters = with_tokenizer(make_run(tmp_path / "a", whole_log()), "letters")
+    begun = with_tokenizer(make_run(tmp_path / "b", whole_log()[:2]), "words")
+    same = with_tokenizer(make_run(tmp_path / "c", whole_log()[:2]), "letters")
+    assert drawn([letters, begun]).axes[0].get_ylabel() == "loss (nats per token, of different tokens)"
+    assert drawn([letters, same]).axes[0].get_ylabel() == "loss (nats per token)"
+    assert drawn([letters, same]).axes[0].get_ylim()[1] > 3.9
 
 
 def test_more_runs_than_named_colours_still_differ(tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ def test_one_run_is_drawn_into_its_folder_and_told(run: Path) -> None:
     assert (run / "curve.png").read_bytes().startswith(b"\x89PNG")
     header, row, _, last = result.stdout.splitlines()
     assert header.split("  ")[0] == "run"
-    assert row.split()[-3:] == ["3.5000", "10", "6.0"]
+    assert row.split()[-4:] == ["3.5000", "1.2500", "10", "6.0"]
     assert last == f"wrote {run / 'curve.png'}"
 
 
@@ -64,6 +64,30 @@ def test_json_is_one_object_with_the_numbers_of_each_run(run: Path, tmp_path: Pa
     [facts] = answer["runs"]
     assert (facts["run"], facts["best_loss"], facts["bits_per_byte"]) == (str(run), 3.5, 1.25)
     assert (facts["finished"], facts["tokens_per_second"]) == ("done", 8000.0)
+    assert answer["unit"] == "nats per token"
+
+
+@pytest.mark.parametrize(
+    ("log", "says", "unit"),
+    [
+        (LOG, "losses per token cannot be compared: bits per byte are drawn.", "bits per byte"),
+        (LOG.splitlines(keepends=True)[0], "not all of them say bits per byte.", "nats per token, of different tokens"),
+    ],
+)
+def test_runs_of_different_tokenizers_are_not_compared_without_a_word(
+    log: str, says: str, unit: str, run: Path, tmp_path: Path
+) -> None:
+    other = make_run(tmp_path / "other", log)
+    command = (run, other, "--out", tmp_path / "compare.png", "--json")
+    for folder in (run, other):
+        (folder / "tokenizer.json").write_text("one")
+    assert fuselm_plot(*command).stderr == ""
+    (other / "tokenizer.json").write_text("another")
+    result = fuselm_plot(*command)
+    assert result.exit_code == 0, result.output
+    assert result.stderr.startswith("warning: These runs have different tokenizers")
+    assert says in result.stderr
+    assert json.loads(result.stdout)["unit"] == unit
 
 
 def test_refusals_are_sentences_without_a_traceback(run: Path, tmp_path: Path) -> None:

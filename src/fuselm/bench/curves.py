@@ -2,6 +2,7 @@
 
 Training loss is the thin line, validation loss the one with markers, its best value a star. A run alone also gets a
 panel with its learning rate and its speed. Logs of runs under way, cut off or with losses that are no numbers will do.
+Runs whose tokenizers differ are drawn in bits per byte, where their evaluations say these.
 
     curve([Path("runs/demo")], Path("runs/demo/curve.png"))
     curve([Path("runs/a"), Path("runs/b")], Path("compare.png"), x="tokens", log_y=True)
@@ -12,7 +13,7 @@ from __future__ import annotations
 import io
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,9 @@ from typing import Any
 from fuselm.files import write_whole
 from fuselm.torchlm.log import LOG, read_log
 
-CONFIG = "config.json"
+CONFIG, TOKENIZER = "config.json", "tokenizer.json"
+# What losses are in: of runs with one tokenizer, or unknown ones; of others; of others that do not all say bits.
+NATS, BITS, MIXED = "nats per token", "bits per byte", "nats per token, of different tokens"
 AXES = {"step": "step", "tokens": "tokens trained on", "seconds": "training time"}
 # Told apart by the colour-blind too (Okabe and Ito's palette, without its yellow, which is too pale for a line).
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -88,10 +91,15 @@ class _Track:
     place: Callable[[Record], float]
     name: str = ""
     colour: Any = None
+    unit: str = NATS
+    scale: float = 1.0  # what a loss in nats per token is in that unit
 
     def points(self, records: Sequence[Record], field: str) -> tuple[list[float], list[float]]:
-        placed = [(self.place(record), number(record.get(field))) for record in records]
+        placed = [(self.place(record), self.value(record, field)) for record in records]
         return [x for x, _ in placed], [y for _, y in placed]
+
+    def value(self, record: Record, field: str = "loss") -> float:
+        return number(record.get(field)) * (self.scale if field == "loss" else 1.0)
 
 
 def _track(folder: Path, x: str) -> _Track:
@@ -119,11 +127,34 @@ def _place(x: str, steps: Sequence[Record]) -> Callable[[Record], float]:
     return lambda record: float(record["step"]) * size
 
 
+def _comparable(tracks: Sequence[_Track]) -> list[_Track]:
+    """In bits per byte where tokenizers differ, if all runs have an evaluation that says how many there are.
+
+    These are a loss times a number that is one for all evaluations of a run, since they are of the same text. Training
+    losses are taken by that number too: their text is like that of validation.
+    """
+    files = [track.folder / TOKENIZER for track in tracks]
+    if len({file.read_bytes() for file in files if file.is_file()}) <= 1:
+        return list(tracks)
+    scales = [next(_bits_per_nat(track.evaluations), None) for track in tracks]
+    known = [scale for scale in scales if scale is not None]
+    if len(known) < len(tracks):
+        return [replace(track, unit=MIXED) for track in tracks]
+    return [replace(track, unit=BITS, scale=scale) for track, scale in zip(tracks, known, strict=True)]
+
+
+def _bits_per_nat(evaluations: Sequence[Record]) -> Iterator[float]:
+    for record in evaluations:
+        loss, bits = number(record.get("loss")), number(record.get("bits_per_byte"))
+        if loss > 0 and math.isfinite(bits):
+            yield bits / loss
+
+
 # --- drawing ---------------------------------------------------------------------------------------------------------
 
 
-def curve(runs: Sequence[Path], out: Path, *, x: str = "step", log_y: bool = False) -> None:
-    """Draw the losses of one run or of several over steps, tokens or seconds into a PNG."""
+def curve(runs: Sequence[Path], out: Path, *, x: str = "step", log_y: bool = False) -> str:
+    """Draw the losses of one run or of several over steps, tokens or seconds into a PNG; in which unit they are."""
     if not runs:
         raise ValueError("A curve is of one run or more; got none. Name the folder of a run.")
     if x not in AXES:
@@ -132,7 +163,7 @@ def curve(runs: Sequence[Path], out: Path, *, x: str = "step", log_y: bool = Fal
         found = "is a folder" if out.is_dir() else "does not"
         raise ValueError(f"The picture is a file whose name ends in .png; {out} {found}. Name another.")
     _check_matplotlib()
-    tracks = _styled([_track(run, x) for run in runs])
+    tracks = _comparable(_styled([_track(run, x) for run in runs]))
     if log_y and not any(loss > 0 for track in tracks for loss in _losses(track)):
         raise ValueError("A logarithmic axis is for losses above 0; there are none here. Draw it without.")
     figure = _draw(tracks, x, log_y)
@@ -140,6 +171,7 @@ def curve(runs: Sequence[Path], out: Path, *, x: str = "step", log_y: bool = Fal
     # No software version in the file: the same logs give the same bytes wherever the same matplotlib is.
     figure.savefig(picture, format="png", dpi=DPI, metadata={"Software": None})
     write_whole(out, picture.getvalue())
+    return tracks[0].unit
 
 
 def _check_matplotlib() -> None:
@@ -187,7 +219,7 @@ def _draw(tracks: Sequence[_Track], x: str, log_y: bool) -> Any:
         _draw_losses(top, track)
     if log_y:
         _make_logarithmic(top)
-    top.set_ylabel("loss (nats per token)")
+    top.set_ylabel(f"loss ({tracks[0].unit})")
     _clean(top)
     if paces:
         _draw_paces(bottom, tracks[0], paces)
@@ -217,7 +249,7 @@ def _draw_losses(axis: Any, track: _Track) -> None:
     xs, ys = track.points(track.evaluations, "loss")
     axis.plot(xs, ys, color=track.colour, linewidth=1.6, marker="o", markersize=4 if len(xs) <= 60 else 2.5)
     if track.best is not None:
-        axis.plot([track.place(track.best)], [track.best["loss"]], **_star(track))
+        axis.plot([track.place(track.best)], [track.value(track.best)], **_star(track))
 
 
 def _is_lonely(ys: Sequence[float], at: int) -> bool:
@@ -320,8 +352,8 @@ def _label_best(axis: Any, track: _Track) -> None:
     """The number alone, above its star: a longer text would cover the curve that rises on both sides of it."""
     if track.best is not None and math.isfinite(track.place(track.best)):
         axis.annotate(
-            f"{track.best['loss']:.4f}",
-            (track.place(track.best), track.best["loss"]),
+            f"{track.value(track.best):.4f}",
+            (track.place(track.best), track.value(track.best)),
             xytext=(0, 11),
             textcoords="offset points",
             ha="center",
@@ -345,7 +377,7 @@ def _legend(axis: Any, tracks: Sequence[_Track]) -> None:
         entries.append((Line2D([], [], color=colour, linewidth=1.6, marker="o", markersize=4), "validation"))
     for track in tracks:
         words = [] if is_alone else [_shortened(track.name, 40)]
-        words += [f"best {track.best['loss']:.4f} at step {track.best['step']:,}"] if track.best else []
+        words += [f"best {track.value(track.best):.4f} at step {track.best['step']:,}"] if track.best else []
         look = {**_star(track), "linestyle": "none" if is_alone else "-", "marker": "*" if track.best else ""}
         if words:
             entries.append((Line2D([], [], linewidth=1.6, **look), ": ".join(words)))
