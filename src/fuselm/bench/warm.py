@@ -6,6 +6,7 @@ afterwards on the same machine, then finds its code on disk. Times nothing and c
 told and left out; the bench will meet it again and note it.
 
     python -m fuselm.bench.warm --jobs 12                  # then: python -m fuselm.bench.record --part bench
+    python -m fuselm.bench.warm --jobs 12 --rest           # then: python -m fuselm.bench.record --part bench --rest
     python -m fuselm.bench.warm --jobs 2 --device cpu --ops softmax
 """
 
@@ -33,13 +34,26 @@ HEAVY_BYTES, HEAVY_FLOPS, HEAVY_AT_ONCE = 1 << 30, 10**12, 4
 Step = tuple[OpSpec, Case, tuple[str, ...]]
 
 
-def steps(names: Sequence[str], device: str) -> list[Step]:
-    """Everything that is compiled: an op, a case and its passes, in the order in which the bench will want them."""
+def steps(names: Sequence[str], device: str, done: frozenset[str] = frozenset()) -> list[Step]:
+    """Everything that is compiled: an op, a case and its passes, in the order in which the bench will want them.
+
+    The bench leaves out the labels in `done`.
+    """
     from fuselm.bench.kernels import Plan, in_turn
 
-    cases = [(op, case, op.passes) for op, case in in_turn(Plan(tuple(names), device)) if case is not None]
-    small = [(op, case, ("forward",)) for op in map(ops().get, names) if op is not None for case in op.decode_cases]
+    wanted = list(in_turn(Plan(tuple(names), device, done=done)))
+    cases = [(op, case, op.passes) for op, case in wanted if case is not None]
+    small = [(op, case, ("forward",)) for op, latencies in wanted if latencies is None for case in op.decode_cases]
     return cases + (small if device == "cuda" else [])
+
+
+def measured(folder: Path) -> frozenset[str]:
+    """The labels of what the record of this GPU has of the sources here."""
+    from fuselm.bench import machine, merging, owners
+
+    gpu = machine.describe("cuda")["gpu"]
+    record = merging.load(folder / f"{machine.slug(gpu)}.json")
+    return merging.measured_labels(merging.still_true(record, gpu, owners.sources()))
 
 
 def warm(step: Step, device: str) -> list[str]:
@@ -97,7 +111,9 @@ def _lock(descriptor: int) -> bool:
     return True
 
 
-def work(names: Sequence[str], device: str, part: int, parts: int, locks: Path) -> None:
+def work(
+    names: Sequence[str], device: str, part: int, parts: int, locks: Path, done: frozenset[str] = frozenset()
+) -> None:
     """One process's share of the steps: every `parts`-th."""
     import torch
     import torch._inductor.config
@@ -107,7 +123,7 @@ def work(names: Sequence[str], device: str, part: int, parts: int, locks: Path) 
 
     # Compiling here and not in a pool of its own: the processes side by side are the pool.
     torch._inductor.config.compile_threads = 1
-    for step in steps(names, device)[part::parts]:
+    for step in steps(names, device, done)[part::parts]:
         began = time.monotonic()
         try:
             if is_heavy(step):
@@ -145,6 +161,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--jobs", type=int, default=12, help="processes side by side")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--seconds", type=float, default=SECONDS, help="after which what is left is not compiled")
+    parser.add_argument("--rest", action="store_true", help="only what the record of this GPU lacks")
+    parser.add_argument("--folder", type=Path, default=Path("gpu"), help="where records are kept")
     parser.add_argument("--part", type=int, help="be the process that does this part of the cases, counted from 0")
     parser.add_argument("--locks", type=Path, help="with --part: a folder that the processes share")
     given = parser.parse_args(arguments)
@@ -154,21 +172,25 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error(f"there is no op {unknown[0]!r}; there are: {', '.join(known)}")
     if given.jobs < 1:
         parser.error(f"--jobs is how many processes there are, at least 1; got {given.jobs}")
-    if given.part is not None:
-        work(names, given.device, given.part, given.jobs, given.locks)
-        return
+    if given.rest and given.device != "cuda":
+        parser.error("--rest is of a GPU's record; a CPU has none: leave it out")
     if given.device == "cuda" and not _sees_cuda():
         parser.error("--device cuda needs a GPU, and torch sees none; pass --device cpu to compile for this machine")
+    done = measured(given.folder) if given.rest else frozenset()
+    if given.part is not None:
+        work(names, given.device, given.part, given.jobs, given.locks, done)
+        return
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as locks:
         again = [sys.executable, "-m", "fuselm.bench.warm", "--ops", " ".join(names), "--jobs", str(given.jobs)]
-        again += ["--device", given.device, "--locks", locks]
+        again += ["--device", given.device, "--locks", locks, "--folder", str(given.folder)]
+        again += ["--rest"] * given.rest
         jobs = {
             f"part {part}": Job([*again, "--part", str(part)], {"OMP_NUM_THREADS": "1"}) for part in range(given.jobs)
         }
         ended = run_all(jobs, began + given.seconds, at_once=given.jobs)
     failed = sum(result.code != 0 for result in ended.values())
-    count = len(steps(names, given.device))
+    count = len(steps(names, given.device, done))
     took = time.monotonic() - began
     print(f"{count} cases in {given.jobs} processes, of which {failed} ended early, in {took:.0f} s")
 
