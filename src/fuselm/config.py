@@ -208,7 +208,8 @@ class TrainConfig:
     weight_decay: float = 0.1
     clip: float = 1.0  # of the gradient's norm; 0: no clipping
     compile: bool = False
-    cuda_graph: bool = False  # a step's gradients as one launch: for models whose kernels are shorter than their launch
+    # A step's gradients as one launch; None: on a GPU where what that keeps of its memory is little.
+    cuda_graph: bool | None = None
     deterministic: bool = False  # on a GPU: bitwise the same run again
     eval_every: int = 250
     save_every: int | None = None  # None: as often as it evaluates

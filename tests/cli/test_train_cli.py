@@ -110,6 +110,18 @@ def test_the_same_command_again_finds_nothing_left_to_do(data: Path, tmp_path: P
     assert answers[0]["best_loss"] == answers[1]["best_loss"]
 
 
+def test_a_run_from_before_graphs_were_left_to_fuselm_goes_on_as_it_was_begun(data: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    command = (data, *TINY, "--out", out, "--samples", "0")
+    assert fuselm(*command).exit_code == 0
+    config = json.loads((out / "config.json").read_text())
+    assert config["train"]["cuda_graph"] is None
+    config["train"]["cuda_graph"] = False
+    (out / "config.json").write_text(json.dumps(config))
+    again = fuselm(*command)
+    assert again.exit_code == 0, again.output
+
+
 def test_json_is_the_last_line_and_has_the_best_loss(data: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     result = fuselm(data, *TINY, "--out", out, "--json", "--samples", "0")

@@ -17,12 +17,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from fuselm.config import TrainConfig
-from fuselm.torchlm import graph, train
+from fuselm import cost
+from fuselm.config import ModelConfig, TrainConfig
+from fuselm.torchlm import graph, memory
 from fuselm.torchlm.graph import GraphedGradients, record
+from fuselm.torchlm.model import Transformer
 from fuselm.torchlm.step import Sums, gradients
 from fuselm.torchlm.train import Interrupted, Trainer, check_run
-from tests.torchlm.runs import MOE, Records, assert_same_state, begin, prepared, stop_after
+from tests.torchlm.runs import MODEL, MOE, Records, assert_same_arrays, assert_same_state, begin, prepared, stop_after
 from tests.torchlm.test_step import batch, model, same_bits
 
 
@@ -63,8 +65,7 @@ def host(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return played_by_the_host(work, parameters)
 
     monkeypatch.setattr(graph, "record", counted)
-    for module in (graph, train):
-        monkeypatch.setattr(module, "has_graphs", lambda device: True)
+    monkeypatch.setattr(graph, "has_graphs", lambda device: True)
     return recordings
 
 
@@ -87,9 +88,10 @@ def trained(folder: Path, data: Path, model: dict[str, Any], **options: Any) -> 
 def test_a_graphed_run_is_the_eager_run_to_the_bit(
     model: dict[str, Any], options: dict[str, Any], data: Path, tmp_path: Path, host: list[int]
 ) -> None:
-    eager, told = trained(tmp_path / "eager", data, model, **options)
+    eager, told = trained(tmp_path / "eager", data, model, cuda_graph=False, **options)
+    assert (host, eager.is_graphed) == ([], False)
     graphed, also_told = trained(tmp_path / "graphed", data, model, cuda_graph=True, **options)
-    assert host == [1]
+    assert (host, graphed.is_graphed) == ([1], True)
     assert_same_state(graphed.run, eager.run)
     losses = [[record["loss"] for record in records if "loss" in record] for records in (told, also_told)]
     assert losses[0] == losses[1]
@@ -154,6 +156,83 @@ def test_another_number_of_parts_is_no_step_of_this_graph(host: list[int]) -> No
         graphed(parts_of(1))
 
 
+# --- where nobody asks -----------------------------------------------------------------------------------------------
+
+
+def test_a_step_that_can_be_a_graph_is_one_where_nobody_says(data: Path, tmp_path: Path, host: list[int]) -> None:
+    eager, _ = trained(tmp_path / "eager", data, {}, cuda_graph=False)
+    graphed, _ = trained(tmp_path / "graphed", data, {})
+    assert (host, graphed.is_graphed) == ([1], True)
+    assert_same_arrays(graphed.run.load("last").weights, eager.run.load("last").weights)
+
+
+def test_on_a_cpu_steps_are_launched_one_by_one_where_nobody_says(data: Path, tmp_path: Path) -> None:
+    assert not trained(tmp_path / "run", data, {})[0].is_graphed
+
+
+@pytest.mark.parametrize("where", ["module", "output", "parameter", "accumulated"])
+def test_hooks_are_called_at_each_step_where_nobody_says(
+    where: str, data: Path, tmp_path: Path, host: list[int]
+) -> None:
+    trainer, _ = begin(tmp_path / "run", data)
+    called: list[int] = []
+    norm = trainer.model.norm
+    hang: dict[str, Callable[[Any], Any]] = {
+        "module": norm.register_forward_hook,
+        "output": norm.register_full_backward_hook,
+        "parameter": norm.weight.register_hook,
+        "accumulated": norm.weight.register_post_accumulate_grad_hook,
+    }
+    hang[where](lambda *given: called.append(1))
+    for _ in range(3):
+        trainer.advance()
+    assert (len(called), host) == (3, [])
+
+
+def test_a_graph_that_would_keep_much_of_the_memory_is_none(
+    data: Path, tmp_path: Path, host: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer, _ = begin(tmp_path / "run", data)
+    need = cost.activation_bytes(trainer.run.model, 4, trainer.run.model.context, 4, cost.LOGITS_BYTES)
+    monkeypatch.setattr(memory, "free_bytes", lambda device: 4 * need - 4)
+    trainer.advance()
+    assert host == []
+    other, _ = begin(tmp_path / "other", data)
+    monkeypatch.setattr(memory, "free_bytes", lambda device: 4 * need)
+    other.advance()
+    assert host == [1]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "capability", "waits"),
+    [(torch.bfloat16, (9, 0), False), (torch.bfloat16, (8, 9), True), (torch.float16, (9, 0), True)],
+)
+def test_experts_that_ask_the_gpu_are_not_recorded(
+    dtype: torch.dtype, capability: tuple[int, int], waits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    device = torch.device("cuda")
+    for changes, fixed in ((MOE, not waits), ({}, True)):
+        config = ModelConfig(**{"vocab_size": 40, **MODEL, **changes})
+        assert graph.is_fixed(Transformer(config, dtype=dtype), device) is fixed
+
+
+def too_much(work: Callable[[], Sums], parameters: Sequence[Tensor]) -> Any:
+    work()
+    raise torch.OutOfMemoryError("out of memory")
+
+
+@pytest.mark.parametrize("fails", ["waits", "memory"])
+def test_where_nobody_says_a_step_that_cannot_be_recorded_is_made_without_a_word(
+    fails: str, data: Path, tmp_path: Path, host: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    eager, _ = trained(tmp_path / "eager", data, {"dropout": 0.2}, cuda_graph=False)
+    monkeypatch.setattr(graph, "record", {"waits": kept_random(cannot), "memory": kept_random(too_much)}[fails])
+    run, _ = trained(tmp_path / "run", data, {"dropout": 0.2})
+    assert not run.is_graphed
+    assert_same_arrays(run.run.load("last").weights, eager.run.load("last").weights)
+
+
 # --- refusals --------------------------------------------------------------------------------------------------------
 
 
@@ -181,6 +260,19 @@ def test_a_run_begun_with_graphs_goes_on_without_where_there_are_none(
     assert_same_state(second.run, whole.run)
 
 
+def kept_random(recording: Callable[..., Any]) -> Callable[..., Any]:
+    """A recording that fails, and uses up no random number."""
+
+    def record(*given: Any) -> Any:
+        state = torch.get_rng_state()
+        try:
+            return recording(*given)
+        finally:
+            torch.set_rng_state(state)
+
+    return record
+
+
 def cannot(work: Callable[[], Sums], parameters: Sequence[Tensor]) -> Any:
     work()  # as a warm-up does: gradients are there
     raise graph.NotRecordable("this one cannot be recorded.")
@@ -206,6 +298,14 @@ def test_a_run_that_begins_with_a_step_that_cannot_be_recorded_is_refused(
 ) -> None:
     monkeypatch.setattr(graph, "record", cannot)
     with pytest.raises(graph.NotRecordable):
+        trained(tmp_path / "run", data, {}, cuda_graph=True)
+
+
+def test_a_graph_that_was_asked_for_and_does_not_fit_is_no_reason_to_go_on_without(
+    data: Path, tmp_path: Path, host: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(graph, "record", too_much)
+    with pytest.raises(torch.OutOfMemoryError):
         trained(tmp_path / "run", data, {}, cuda_graph=True)
 
 

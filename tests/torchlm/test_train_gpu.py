@@ -165,7 +165,7 @@ def test_a_graphed_run_again_and_resumed_has_the_bits_of_an_eager_one(
     precision: str, model: dict[str, Any], micro_batch: int, data: Path, tmp_path: Path
 ) -> None:
     options: dict[str, Any] = {"precision": precision, "deterministic": True, "micro_batch": micro_batch}
-    eager, _ = on_gpu(tmp_path / "eager", data, model, **options)
+    eager, _ = on_gpu(tmp_path / "eager", data, model, cuda_graph=False, **options)
     eager.train()
     graphed, _ = on_gpu(tmp_path / "graphed", data, model, cuda_graph=True, **options)
     graphed.train()
@@ -183,7 +183,7 @@ def test_a_graphed_run_again_and_resumed_has_the_bits_of_an_eager_one(
 
 def test_a_graphed_run_whose_step_waits_goes_on_without_a_graph_to_the_same_bits(data: Path, tmp_path: Path) -> None:
     options: dict[str, Any] = {"precision": "bf16", "deterministic": True, "micro_batch": 16}
-    eager, _ = on_gpu(tmp_path / "eager", data, {"dropout": 0.1}, **options)
+    eager, _ = on_gpu(tmp_path / "eager", data, {"dropout": 0.1}, cuda_graph=False, **options)
     eager.train()
     first, _ = on_gpu(tmp_path / "parts", data, {"dropout": 0.1}, cuda_graph=True, **options)
     stop_after(first, 7)
@@ -225,6 +225,22 @@ def test_a_graphed_step_that_overflows_is_skipped_and_the_next_has_half_the_scal
     assert 5 < len(skips) < 30
     assert [record["loss_scale"] for record in skips] == [2.0 ** (36 - index) for index in range(len(skips))]
     assert trainer.progress.updates == 30 - len(skips)
+
+
+def test_where_nobody_says_small_steps_are_a_graph_and_those_with_hooks_are_not(data: Path, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"precision": "bf16", "deterministic": True}
+    by_itself, _ = on_gpu(tmp_path / "by-itself", data, {}, **options)
+    by_itself.train()
+    asked, _ = on_gpu(tmp_path / "asked", data, {}, cuda_graph=True, **options)
+    asked.train()
+    hooked, _ = on_gpu(tmp_path / "hooked", data, {}, **options)
+    called: list[int] = []
+    hooked.model.norm.register_forward_hook(lambda *given: called.append(1))
+    for _ in range(3):
+        hooked.advance()
+    assert (by_itself.is_graphed, asked.is_graphed, hooked.is_graphed, len(called)) == (True, True, False, 3)
+    ours, theirs = by_itself.run.load("last"), asked.run.load("last")
+    assert_same_arrays(ours.weights, theirs.weights)
 
 
 @pytest.mark.filterwarnings("default")  # the compiler's own deprecations

@@ -57,7 +57,10 @@ Out = Annotated[
     Path | None, typer.Option(help="Run folder.", show_default="runs/PRESET; of another text runs/TEXT-PRESET")
 ]
 CudaGraph = Annotated[
-    bool | None, typer.Option("--cuda-graph/--no-cuda-graph", help="Launch a step as one CUDA graph: for small models.")
+    bool | None,
+    typer.Option(
+        "--cuda-graph/--no-cuda-graph", help="Launch a step as one CUDA graph.", show_default="on a GPU, if it fits"
+    ),
 ]
 Deterministic = Annotated[
     bool | None, typer.Option("--deterministic/--no-deterministic", help="The same bits again, on a GPU too.")

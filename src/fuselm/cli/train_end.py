@@ -99,6 +99,7 @@ def _facts(trainer: Trainer, command: str | None, sample: str | None, stories: d
         "device": torch.cuda.get_device_name(trainer.device) if cuda else "cpu",
         "precision": trainer.precision,
         "micro_batch": trainer.micro_batch,
+        "cuda_graph": trainer.is_graphed,
         "torch": torch.__version__,
         "peak_memory_bytes": torch.cuda.max_memory_allocated(trainer.device) if cuda else None,
         "sample": sample,

@@ -211,6 +211,8 @@ def _opened(plan: Plan) -> tuple[Run, dict[str, Shard]]:
         train = dataclasses.replace(train, batch_size=there.train.batch_size)
     if plan.any_evaluations and there.train is not None:
         train = dataclasses.replace(train, eval_every=there.train.eval_every)
+    if train.cuda_graph is None and there.train is not None:  # as it was begun
+        train = dataclasses.replace(train, cuda_graph=there.train.cuda_graph)
     folder = data_folder(there)
     lost = not (plan.out / checkpoint.TOKENIZER).is_file() and (folder / TOKENIZER).is_file()  # killed as it was made
     tokenizer = Tokenizer.load(folder / TOKENIZER) if lost else None

@@ -2,8 +2,8 @@
 
 A small model's step is hundreds of kernels of a few microseconds each, and the host takes longer to launch them one by
 one than the GPU to run them; a graph is one launch. Batches and the loss scale are copied to where the graph reads
-them; the gradients it writes are the parameters' own from then on. Knows a model's loss and step.py, no optimiser: the
-update stays outside, since whether and how far to step depends on numbers that the host reads meanwhile.
+them; the gradients it writes are the parameters' own from then on. Knows a model, its loss and step.py, no optimiser:
+the update stays outside, since whether and how far to step depends on numbers that the host reads meanwhile.
 
     graphed = GraphedGradients(model.loss, parameters, parts=4)
     found = graphed(feed.next(16), scale=scaler.scale)     # as step.gradients(...)
@@ -21,6 +21,9 @@ import torch
 from torch import Tensor
 
 from fuselm.optim import global_norm
+from fuselm.torchlm.layers import is_hooked
+from fuselm.torchlm.memory import has_room_for_graph
+from fuselm.torchlm.model import Transformer
 from fuselm.torchlm.step import Found, Loss, Norm, Sums, accumulate
 
 # Before a recording: libraries choose kernels, make handles and take workspaces at their first calls, and a graph may
@@ -43,6 +46,31 @@ def check_device(device: torch.device) -> None:
     """Refuse what has no CUDA graphs."""
     if not has_graphs(device):
         raise ValueError(f"A CUDA graph is of a GPU's work; the device is {device}. Leave --cuda-graph out.")
+
+
+def is_for_graph(asked: bool | None, model: Transformer, rows: int, device: torch.device) -> bool:
+    """Whether steps of so many rows at once are launched as a graph: as somebody has asked for, or where it is safe.
+
+    That is where nothing in a step waits for the GPU, as far as can be told, and what a graph keeps is little.
+    """
+    if asked is not None or not has_graphs(device):
+        return bool(asked) and has_graphs(device)
+    return is_fixed(model, device) and has_room_for_graph(model.config, rows, device, model.dtype.itemsize)
+
+
+def is_fixed(model: Transformer, device: torch.device) -> bool:
+    """Whether a step of the model is the same kernels each time, with nothing between them, as far as can be told.
+
+    A graph calls no hook; and the grouped matmul of experts asks the GPU how many rows each has, except where it is in
+    bf16 on Hopper or later.
+    """
+    hooks = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+    if any(getattr(module, name) for module in model.modules() for name in hooks):
+        return False
+    if any(is_hooked(parameter) for parameter in model.parameters()):
+        return False
+    in_bf16 = model.dtype == torch.bfloat16
+    return not model.config.num_experts or (in_bf16 and torch.cuda.get_device_capability(device) >= (9, 0))
 
 
 class GraphedGradients:

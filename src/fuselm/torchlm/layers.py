@@ -71,12 +71,13 @@ def narrow(model: nn.Module, copy_of: Callable[[nn.Parameter], Tensor]) -> dict[
     for module in model.modules():
         if isinstance(module, Casting):
             weights = {name: getattr(module, name) for name in module.casts}
-            module.narrowed = {name: (one, copy_of(one)) for name, one in weights.items() if not _is_hooked(one)}
+            module.narrowed = {name: (one, copy_of(one)) for name, one in weights.items() if not is_hooked(one)}
             copies |= dict(module.narrowed.values())  # type: ignore[arg-type]
     return copies
 
 
-def _is_hooked(parameter: nn.Parameter) -> bool:
+def is_hooked(parameter: nn.Parameter) -> bool:
+    """Whether somebody wants to be called with its gradient."""
     return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 

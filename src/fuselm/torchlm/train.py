@@ -31,7 +31,7 @@ from fuselm.optim import AdamW, decay_groups
 from fuselm.text.tokenizer import Tokenizer
 from fuselm.torchlm.evaluate import Evaluation, evaluate
 from fuselm.torchlm.feed import Feed
-from fuselm.torchlm.graph import GraphedGradients, NotRecordable, check_device, has_graphs
+from fuselm.torchlm.graph import GraphedGradients, NotRecordable, check_device, is_for_graph
 from fuselm.torchlm.layers import narrow
 from fuselm.torchlm.log import Listener
 from fuselm.torchlm.memory import logits_bytes, pick_micro_batch
@@ -133,7 +133,7 @@ class Trainer:
         self.peak = cost.peak(name, self.precision)
         self._leaves: list[torch.Tensor] = []  # what gradients are of; found out at the first step
         self._graphed: GraphedGradients | None = None
-        self._eager = not (self.config.cuda_graph and has_graphs(self.device))
+        self._eager: bool | None = None  # decided at the first step, when all hooks are there
         self._stopping = False
         self._begun: float | None = None  # when it would have begun, had it never stopped
         self._since = _Since()
@@ -224,17 +224,29 @@ class Trainer:
             "balance_weight": self.run.model.balance_weight if self.run.model.num_experts else 0.0,
             "norm": self.model.ops.global_norm,
         }
+        if self._eager is None:
+            self._eager = not is_for_graph(self.config.cuda_graph, self.model, self.micro_batch, self.device)
         if not self._eager:
             self._graphed = self._graphed or GraphedGradients(self.loss, leaves, **fixed)
             try:
                 return self._graphed(batches, scale)
-            except NotRecordable as error:
-                if not self.run.has_checkpoint:
-                    raise
-                # Begun where this could be recorded, and as good without: what it has learnt is not to be lost.
-                warnings.warn(f"{error} This run goes on without one.", RuntimeWarning, stacklevel=2)
-                self._graphed, self._eager = None, True
+            except (NotRecordable, torch.OutOfMemoryError) as error:
+                self._go_on_without(error)
         return gradients(self.loss, leaves, batches, scale=scale, **fixed)
+
+    @property
+    def is_graphed(self) -> bool:
+        """Whether steps are launched as one CUDA graph."""
+        return self._graphed is not None
+
+    def _go_on_without(self, error: Exception) -> None:
+        """Without a graph, which is as good, unless somebody has asked this run to begin with one."""
+        asked = self.config.cuda_graph
+        if asked and (not self.run.has_checkpoint or not isinstance(error, NotRecordable)):
+            raise error
+        if asked:  # it began where this could be recorded: what it has learnt is not to be lost
+            warnings.warn(f"{error} This run goes on without one.", RuntimeWarning, stacklevel=4)
+        self._graphed, self._eager = None, True
 
     def _narrow(self) -> list[torch.Tensor]:
         """The parameters, but of those that are cast at each use 16-bit copies, which AdamW writes with them.
