@@ -180,7 +180,7 @@ def test_context_and_kernels_are_there_before_the_clock_runs(
     monkeypatch.setattr(learners, "time", clock)
     monkeypatch.setattr(learners, "make_ready", lambda learner, device: said.append(f"{learner.title} on {device}"))
     run("fused", task("tiny", data), tmp_path)
-    assert said[:2] == ["fuselm on cpu", "clock"]
+    assert said[:2] == ["fuselm, eager on cpu", "clock"]
 
 
 def test_a_process_knows_whether_its_code_was_on_disk(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -405,7 +405,7 @@ def test_a_curve_that_is_the_same_to_the_bit_is_named_where_it_has_no_distance()
     axis = pytest.importorskip("matplotlib.figure").Figure().add_subplot()
     same = [{**row, "losses": measured()[0]["losses"]} for row in measured()[:3]]
     learning_report._draw_gaps(axis, same)
-    assert "fuselm: none at any step" in [text.get_text() for text in axis.get_legend().get_texts()]
+    assert "fuselm, eager: none at any step" in [text.get_text() for text in axis.get_legend().get_texts()]
 
 
 def test_every_learner_has_a_colour_of_its_own() -> None:

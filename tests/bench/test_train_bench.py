@@ -238,8 +238,8 @@ def test_what_is_of_another_day_says_so() -> None:
     record["measured"] |= {"resume": "2025-12-30", "runs": "2025-12-29"}
     record["speed"][4]["date"], record["speed"][3]["date"] = "2025-12-31", record["date"]
     text = readme.training_block(record)
-    assert "| fuselm, `--compile` (2025-12-31) | 3.065 M" in text
-    assert "| fuselm | 1.600 M" in text
+    assert "| fuselm, eager, `--compile` (2025-12-31) | 3.065 M" in text
+    assert "| fuselm, eager | 1.600 M" in text
     assert "weights and averages (2025-12-30). Its" in text
     assert "| command (2025-12-29) |" in text
 
@@ -249,10 +249,10 @@ def test_the_table_says_what_was_measured_and_how_far_curves_are_apart() -> None
     line = "| tinystories | 65,536 | {} M | {} | 6.2 GiB | 41.2% | {} |"
     assert line.format("torch's ops | 0.900", "1.4 s", "") in text
     assert line.format("plain PyTorch, torch.compile | 3.013", "1.4 s †", "0.0141 (noise 0.0100)") in text
-    assert line.format("fuselm | 1.600", "1.4 s", "0.0200 (noise 0.0100)") in text
-    assert line.format("fuselm, `--compile` | 3.065", "1.4 s", "0.1000 (noise 0.0100) differs") in text
-    assert line.format("fuselm, `--deterministic` | 1.200", "1.4 s", "0.000400 (noise 0.0100)") in text
-    assert "| moe-60m, fp16 | 65,536 | fuselm | 0.500 M | 1.4 s | 6.2 GiB |  |  |" in text
+    assert line.format("fuselm, eager | 1.600", "1.4 s", "0.0200 (noise 0.0100)") in text
+    assert line.format("fuselm, eager, `--compile` | 3.065", "1.4 s", "0.1000 (noise 0.0100) differs") in text
+    assert line.format("fuselm, eager, `--deterministic` | 1.200", "1.4 s", "0.000400 (noise 0.0100)") in text
+    assert "| moe-60m, fp16 | 65,536 | fuselm, eager | 0.500 M | 1.4 s | 6.2 GiB |  |  |" in text
     assert "nudged |" not in text
     words = readme_training.APART_WORDS.format(steps="500 steps, of moe-60m 200")
     assert f"{words} †: torch.compile had compiled these" in text

@@ -65,10 +65,10 @@ LEARNERS = {
     "torch-compile": Learner("torch's ops, --compile", compile=True),
     "liger-norm": Learner("torch's ops, Liger's RMSNorm", norm="liger"),
     "fused-norm": Learner("torch's ops, fuselm's RMSNorm", norm="fused"),
-    "fused": Learner("fuselm", ops="auto"),
-    "fused-graph": Learner("fuselm, --cuda-graph", ops="auto", cuda_graph=True),
-    "fused-compile": Learner("fuselm, --compile", ops="auto", compile=True),
-    "fused-deterministic": Learner("fuselm, --deterministic", ops="auto", deterministic=True),
+    "fused": Learner("fuselm, eager", ops="auto"),
+    "fused-graph": Learner("fuselm, CUDA graph", ops="auto", cuda_graph=True),
+    "fused-compile": Learner("fuselm, eager, --compile", ops="auto", compile=True),
+    "fused-deterministic": Learner("fuselm, eager, --deterministic", ops="auto", deterministic=True),
     "nudged": Learner("torch's ops, nudged", nudged=True),
 }
 

@@ -21,7 +21,8 @@ APART_WORDS = (
     "Memory is what torch took of the GPU at most. "
     "Loss apart: how far the running mean of the loss is from the one with torch's ops, on the same batches from the "
     "same weights (rms over {steps}). Noise is how far it is after a rounding error in those weights; a curve "
-    "differs that is more than three times as far."
+    "differs that is more than three times as far. `fuselm train` takes a CUDA graph where one fits the memory and the "
+    "step; eager is `--no-cuda-graph`."
 )
 FOUND_MARK = "†"  # of a first step that found on disk what torch.compile had made before
 FOUND_WORDS = f"{FOUND_MARK}: torch.compile had compiled these on this machine before."
