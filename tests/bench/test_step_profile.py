@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from fuselm.bench import step_profile
-from fuselm.bench.step_profile import MOST_KERNELS, by_kind, kind_of, profiled, short, summed
+from fuselm.bench.step_profile import MOST_KERNELS, by_kind, idle_us, kind_of, profiled, short, summed
 
 NORM = (
     "void fuselm::(anonymous namespace)::norm_forward_kernel<fuselm::Format<__nv_bfloat16, 8>, false, 4>"
@@ -104,11 +105,47 @@ def test_kinds_are_summed_and_idle_time_is_one_of_them() -> None:
     ]  # fmt: skip
 
 
-def test_on_a_gpu_kernels_count_and_annotations_around_them_do_not() -> None:
-    def event(name: str, device: str, us: float, annotation: bool = False) -> Any:
-        where, span = SimpleNamespace(name=device), SimpleNamespace(elapsed_us=lambda: us)
-        return SimpleNamespace(name=name, device_type=where, time_range=span, is_user_annotation=annotation)
+def event(name: str, device: str, us: float, annotation: bool = False, start: float = 0.0) -> Any:
+    where, span = SimpleNamespace(name=device), SimpleNamespace(elapsed_us=lambda: us, start=start, end=start + us)
+    return SimpleNamespace(name=name, device_type=where, time_range=span, is_user_annotation=annotation)
 
+
+@pytest.mark.parametrize(
+    ("spans", "idle"),
+    [
+        ([], 0.0),
+        ([(5.0, 9.0)], 0.0),
+        ([(7.0, 9.0), (0.0, 4.0), (4.0, 5.0)], 2.0),
+        ([(0.0, 10.0), (2.0, 3.0), (11.0, 12.0)], 1.0),  # one within another
+        ([(0.0, 5.0), (3.0, 7.0), (8.5, 9.0)], 1.5),
+    ],
+)
+def test_idle_is_when_no_kernel_runs(spans: list[tuple[float, float]], idle: float) -> None:
+    assert idle_us(spans) == idle
+
+
+@pytest.mark.parametrize(
+    ("step_ms", "gap_ms", "slower_ms"),
+    [
+        (9.0, 1.0, 2.0),  # the profile's own gaps, and kernels that took less than they do otherwise
+        (6.5, 0.5, 0.0),  # a host that the profiler made slower
+        (5.0, 0.0, 0.0),
+    ],
+)
+def test_a_step_is_kernels_and_gaps_and_what_it_takes_longer_when_nobody_looks(
+    step_ms: float, gap_ms: float, slower_ms: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events = [event("nvjet_a", "CUDA", 4e3), event(NORM, "CUDA", 2e3, start=5e3), event("aten::mm", "CPU", 1e5)]
+    clock = iter((0.0, step_ms / 1e3))
+    monkeypatch.setattr(step_profile, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    monkeypatch.setattr(step_profile, "wait", lambda device: None)
+    monkeypatch.setattr("torch.profiler.profile", lambda **given: nullcontext(SimpleNamespace(events=lambda: events)))
+    found = profiled(lambda: None, torch.device("cuda"), steps=1)
+    assert (found["step_ms"], found["gap_ms"], found["slower_ms"]) == (step_ms, gap_ms, slower_ms)
+    assert [row["ms"] for row in by_kind(found)] == [4.0, 2.0, gap_ms, slower_ms]
+
+
+def test_on_a_gpu_kernels_count_and_annotations_around_them_do_not() -> None:
     events = [event(NORM, "CUDA", 5.0), event("aten::mm", "CPU", 99.0), event("## Call", "CUDA", 50.0, annotation=True)]
     found = step_profile._events(SimpleNamespace(events=lambda: events), on_gpu=True)
     assert found == [(NORM, 5.0, 1)]
@@ -129,3 +166,4 @@ def test_a_profile_of_real_steps() -> None:
     assert all(row["ms"] > 0 for row in found["kernels"])
     assert found["step_ms"] > 0
     assert found["gap_ms"] >= 0
+    assert "slower_ms" not in found

@@ -18,6 +18,7 @@ from typing import Any
 from fuselm.bench.learners import LEARNERS, Row
 from fuselm.bench.learning import APART, BASE, NUDGED, has_other_masks, smoothed
 from fuselm.bench.report import to_csv, to_json
+from fuselm.bench.step_profile import REST
 from fuselm.config import PRESETS
 from fuselm.files import write_whole
 
@@ -73,14 +74,14 @@ def curve_rows(rows: Sequence[Row]) -> list[Row]:
 
 
 def kernel_rows(rows: Sequence[Row]) -> list[Row]:
-    """A row for each kernel of a profiled step: calls and milliseconds of one step; "nothing" is when none ran."""
+    """A row for each kernel of a profiled step, calls and milliseconds of one step, and for what is of no kernel."""
     found = []
     for row in rows:
         if profile := row.get("profile"):
-            gap = {"kind": "nothing", "kernel": "", "calls": "", "ms": profile["gap_ms"]}
-            found += [
-                {"preset": row["preset"], "learner": row["learner"], **kernel} for kernel in (*profile["kernels"], gap)
-            ]
+            of_none = {words: profile[name] for name, words in REST.items() if name in profile}
+            rest = [{"kind": words, "kernel": "", "calls": "", "ms": ms} for words, ms in of_none.items()]
+            whose = {"preset": row["preset"], "learner": row["learner"]}
+            found += [{**whose, **kernel} for kernel in (*profile["kernels"], *rest)]
     return found
 
 

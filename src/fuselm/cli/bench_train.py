@@ -279,7 +279,8 @@ def _cells(row: dict[str, Any], rows: list[dict[str, Any]], with_mfu: bool) -> t
 
 
 def _kinds(row: dict[str, Any]) -> tuple[str, ...]:
-    from fuselm.bench.step_profile import by_kind
+    from fuselm.bench.step_profile import REST, by_kind
 
-    *kinds, idle = by_kind(row["profile"])
-    return row["learner"], ", ".join(f"{kind['kind']} {kind['ms']:.3g}" for kind in kinds), f"{idle['ms']:.3g}"
+    found = by_kind(row["profile"])
+    kinds, idle = [one for one in found if one["kind"] != REST["gap_ms"]], row["profile"]["gap_ms"]
+    return row["learner"], ", ".join(f"{kind['kind']} {kind['ms']:.3g}" for kind in kinds), f"{idle:.3g}"
