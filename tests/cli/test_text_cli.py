@@ -43,9 +43,24 @@ def test_train_writes_a_tokenizer_and_says_so(corpus: Path, tmp_path: Path) -> N
     result = fuselm("tokenizer", "train", corpus, *options)
     assert result.exit_code == 0, result.output
     assert "byte-level BPE, 300 tokens, 2 of them special" in result.stdout
-    answer = json.loads(fuselm("tokenizer", "train", corpus, *options, "--json").stdout)
+    answer = json.loads(fuselm("tokenizer", "train", corpus, *options, "--overwrite", "--json").stdout)
     assert (answer["vocab_size"], answer["merges"]) == (300, 300 - 256 - 2)
     assert answer["special_tokens"] == {"<|endoftext|>": 298, "<|user|>": 299}
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_train_replaces_no_tokenizer_unless_it_is_told_to(
+    named: bool, corpus: Path, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    before = trained.read_bytes()
+    command = ("tokenizer", "train", corpus, "--characters", *(("--out", tmp_path) if named else ()))
+    refused = fuselm(*command)
+    assert refused.exit_code == 1
+    assert "tokenizer.json is. Name another with --out, or give --overwrite" in refused.stderr
+    assert trained.read_bytes() == before
+    assert fuselm(*command, "--overwrite").exit_code == 0
+    assert trained.read_bytes() != before
 
 
 def test_encode_and_decode_are_inverse_by_argument_stdin_and_file(trained: Path, corpus: Path, tmp_path: Path) -> None:
@@ -163,9 +178,9 @@ def test_the_built_in_stories_need_no_network(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (("tokenizer", "train", "nowhere.txt"), "A corpus is one of stories"),
-        (("tokenizer", "train", "{corpus}", "--vocab-size", "200"), "at least 256 bytes"),
-        (("tokenizer", "train", "{empty}"), "empty"),
+        (("tokenizer", "train", "nowhere.txt", "--overwrite"), "A corpus is one of stories"),
+        (("tokenizer", "train", "{corpus}", "--vocab-size", "200", "--overwrite"), "at least 256 bytes"),
+        (("tokenizer", "train", "{empty}", "--overwrite"), "empty"),
         (("tokenizer", "show", "nowhere.json"), "nowhere.json"),
         (("tokenizer", "encode", "{trained}", "a", "--special", "maybe"), "refuse, allow, text"),
         (("tokenizer", "encode", "{trained}", "a", "--out", "ids.txt"), ".npy"),
@@ -173,9 +188,9 @@ def test_the_built_in_stories_need_no_network(tmp_path: Path) -> None:
         (("tokenizer", "encode", "{trained}", "a", "--threads", "0"), "1 to 1024"),
         (("tokenizer", "decode", "{trained}", "1", "two"), "whole numbers; got 'two'"),
         (("tokenizer", "convert", "{trained}", "--to", "pickle", "--out", "x"), "json, gpt2, tiktoken"),
-        (("tokenizer", "train", "{corpus}", "--characters", "--vocab-size", "300"), "has no say"),
+        (("tokenizer", "train", "{corpus}", "--characters", "--vocab-size", "300", "--overwrite"), "has no say"),
         (("tokenizer", "train", "{corpus}", "--out", "tokenizer.model"), "ending in .json"),
-        (("tokenizer", "train", "{corpus}", "--limit-mb", "inf"), "above 0; got inf"),
+        (("tokenizer", "train", "{corpus}", "--limit-mb", "inf", "--overwrite"), "above 0; got inf"),
         (("tokenizer", "decode", "{trained}", "--", "--5"), "whole numbers; got '--5'"),
         (("tokenizer", "decode", "{trained}", "1", "--file", "{corpus}"), "got both"),
         (("data", "prepare", "{folder}", "--out", "out"), "text"),

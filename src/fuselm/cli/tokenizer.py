@@ -37,7 +37,8 @@ TRAIN_HELP = """Train a byte-level BPE tokenizer on a corpus and write it as tok
 
 A corpus is a name (stories, tinyshakespeare, wizard-of-oz, tinystories) or the path of a file or folder: text or
 .jsonl, also compressed, or .parquet. Only its training part is read, for --characters both parts. The file can be read
-by Hugging Face tokenizers too. The same text gives the same tokenizer, whatever the number of threads.
+by Hugging Face tokenizers too. The same text gives the same tokenizer, whatever the number of threads. A file that is
+there already is refused; --overwrite replaces it.
 
 Examples:
 
@@ -100,6 +101,7 @@ def train(
     limit_mb: Annotated[float | None, typer.Option(help="Use at most this many megabytes of the corpus.")] = None,
     threads: Annotated[int | None, typer.Option(help="Default: one for each core.")] = None,
     out: Annotated[Path, typer.Option(help="File to write, or a folder for tokenizer.json.")] = Path("tokenizer.json"),
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file that is there.")] = False,
     as_json: Json = False,
 ) -> None:
     """Train; the help text is TRAIN_HELP."""
@@ -108,7 +110,12 @@ def train(
 
     begin = time.monotonic()
     with told(), bar(UNITS) as step:
-        json_path(out)  # a name that cannot be is refused now, not after the work
+        path = json_path(out)  # a name that cannot be is refused now, not after the work
+        if path.exists() and not overwrite:
+            raise ValueError(
+                f"A tokenizer is written to a file that is not there yet; {path} is. Name another with --out, or give "
+                "--overwrite to replace it."
+            )
         source = open_named(corpus, limit_mb, step)
         tokenizer = make_tokenizer(source, vocab_size, characters, special or [], threads, under("tokenizer", step))
         path = tokenizer.save(out)
