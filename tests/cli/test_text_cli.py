@@ -180,6 +180,9 @@ def test_the_built_in_stories_need_no_network(tmp_path: Path) -> None:
     [
         (("tokenizer", "train", "nowhere.txt", "--overwrite"), "A corpus is one of stories"),
         (("tokenizer", "train", "{corpus}", "--vocab-size", "200", "--overwrite"), "at least 256 bytes"),
+        (("tokenizer", "train", "nowhere.txt", "--vocab-size", "0", "--special", "<|a|>"), "here 258 entries; got vo"),
+        (("tokenizer", "train", "nowhere.txt", "--characters", "--vocab-size", "300"), "has no say"),
+        (("data", "prepare", "nowhere.txt", "--vocab-size", "99", "--out", "out"), "at least 256 bytes"),
         (("tokenizer", "train", "{empty}", "--overwrite"), "empty"),
         (("tokenizer", "show", "nowhere.json"), "nowhere.json"),
         (("tokenizer", "encode", "{trained}", "a", "--special", "maybe"), "refuse, allow, text"),
@@ -188,7 +191,6 @@ def test_the_built_in_stories_need_no_network(tmp_path: Path) -> None:
         (("tokenizer", "encode", "{trained}", "a", "--threads", "0"), "1 to 1024"),
         (("tokenizer", "decode", "{trained}", "1", "two"), "whole numbers; got 'two'"),
         (("tokenizer", "convert", "{trained}", "--to", "pickle", "--out", "x"), "json, gpt2, tiktoken"),
-        (("tokenizer", "train", "{corpus}", "--characters", "--vocab-size", "300", "--overwrite"), "has no say"),
         (("tokenizer", "train", "{corpus}", "--out", "tokenizer.model"), "ending in .json"),
         (("tokenizer", "train", "{corpus}", "--limit-mb", "inf", "--overwrite"), "above 0; got inf"),
         (("tokenizer", "decode", "{trained}", "--", "--5"), "whole numbers; got '--5'"),

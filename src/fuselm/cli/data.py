@@ -79,6 +79,7 @@ def prepare(
     with told():
         if tokenizer is not None and (characters or vocab_size is not None):
             raise ValueError("--tokenizer says which tokenizer to use, --characters and --vocab-size do too. Choose.")
+        check_tokenizer(vocab_size, characters, [])
         _check_out(out, corpus)
         if not overwrite:
             _check_unused(out, tokenizer)
@@ -139,17 +140,26 @@ def open_named(name: str, limit_mb: float | None, step: Step, *, seed: int | Non
     )
 
 
+def check_tokenizer(vocab_size: int | None, characters: bool, special: list[str]) -> None:
+    """Refuse a tokenizer that cannot be, whatever the corpus: before that is opened."""
+    from fuselm.data.prepare import VOCAB_SIZE, check_vocab_size
+
+    if not characters:
+        check_vocab_size(VOCAB_SIZE if vocab_size is None else vocab_size, special)
+    elif vocab_size is not None:
+        raise ValueError("--characters makes a token of each character; --vocab-size has no say in that. Leave it out.")
+
+
 def make_tokenizer(
     corpus: Corpus, vocab_size: int | None, characters: bool, special: list[str], threads: int | None, step: Step
 ) -> Tokenizer:
     """A tokenizer of a corpus: characters, or a BPE of some size."""
     from fuselm.data.prepare import VOCAB_SIZE, character_tokenizer, train_tokenizer
 
-    if not characters:
-        return train_tokenizer(corpus, vocab_size or VOCAB_SIZE, special, threads=threads, on_progress=step)
-    if vocab_size is not None:
-        raise ValueError("--characters makes a token of each character; --vocab-size has no say in that. Leave it out.")
-    return character_tokenizer(corpus, special, on_progress=step)
+    if characters:
+        return character_tokenizer(corpus, special, on_progress=step)
+    size = VOCAB_SIZE if vocab_size is None else vocab_size
+    return train_tokenizer(corpus, size, special, threads=threads, on_progress=step)
 
 
 def describe(shard: Shard) -> dict[str, Any]:

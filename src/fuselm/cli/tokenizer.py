@@ -105,11 +105,12 @@ def train(
     as_json: Json = False,
 ) -> None:
     """Train; the help text is TRAIN_HELP."""
-    from fuselm.cli.data import make_tokenizer, open_named
+    from fuselm.cli.data import check_tokenizer, make_tokenizer, open_named
     from fuselm.text.formats import json_path
 
     begin = time.monotonic()
     with told(), bar(UNITS) as step:
+        check_tokenizer(vocab_size, characters, special or [])
         path = json_path(out)  # a name that cannot be is refused now, not after the work
         if path.exists() and not overwrite:
             raise ValueError(

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from fuselm.cli.data import make_tokenizer, open_named
+from fuselm.cli.data import check_tokenizer, make_tokenizer, open_named
 from fuselm.cli.progress import bar, under
 from fuselm.cli.tokenizer import UNITS, load
 
@@ -97,6 +97,7 @@ def make_plan(
         raise ValueError(f"{corpus} is tokenised already; --tokenizer and --limit-mb come too late. Leave them out.")
     if wished:
         _check_trains_tokenizer(plan, chosen)
+        check_tokenizer(wished["vocab_size"], False, [])
     return plan
 
 

@@ -18,7 +18,7 @@ from fuselm.data.corpora import SEPARATOR, SPLITS, Corpus, CorpusError
 from fuselm.data.readers import MANIFEST, TOKENIZER
 from fuselm.data.shards import Shard, ShardError, ShardWriter, open_shard
 from fuselm.files import whole_folder, write_whole
-from fuselm.text.bpe import train_bpe
+from fuselm.text.bpe import merges_wanted, train_bpe
 from fuselm.text.tokenizer import Tokenizer
 
 FILES = (TOKENIZER, *(f"{split}.tokens" for split in SPLITS), MANIFEST)  # all that it writes
@@ -88,6 +88,11 @@ def open_prepared(folder: str | Path) -> dict[str, Shard]:
     return shards
 
 
+def check_vocab_size(vocab_size: int, special_tokens: Sequence[str] = ()) -> None:
+    """Refuse, before a corpus is opened, what `train_tokenizer` would refuse after."""
+    merges_wanted(vocab_size, _specials(special_tokens))
+
+
 def train_tokenizer(
     corpus: Corpus,
     vocab_size: int,
@@ -102,9 +107,13 @@ def train_tokenizer(
         if on_progress and stage == "merge":
             on_progress("merge", done, total)
 
-    specials = list(dict.fromkeys([SEPARATOR, *special_tokens]))
+    specials = _specials(special_tokens)
     documents = _watched(corpus, "train", on_progress)
     return Tokenizer(*train_bpe(documents, vocab_size, specials, threads=threads, on_progress=on_merge), specials)
+
+
+def _specials(special_tokens: Sequence[str]) -> list[str]:
+    return list(dict.fromkeys([SEPARATOR, *special_tokens]))
 
 
 def character_tokenizer(

@@ -89,13 +89,7 @@ def train_bpe(
     that many gives fewer, with a warning; an empty one is refused.
     """
     _check_source(source)
-    specials = check_special_tokens(special_tokens)
-    wanted = vocab_size - 256 - len(specials)
-    if wanted < 0:
-        raise ValueError(
-            f"A byte-level vocabulary has at least 256 bytes and its special tokens, here {256 + len(specials)} "
-            f"entries; got vocab_size={vocab_size}. Ask for more, or for fewer special tokens."
-        )
+    specials, wanted = check_special_tokens(special_tokens), merges_wanted(vocab_size, special_tokens)
     trainer, parallel = _trainer(specials)
     if not _count(trainer, source, thread_count(threads) if parallel else 1, on_progress):
         raise ValueError(f"A tokenizer is trained on text; {_named(source)} has none. Give a file that is not empty.")
@@ -112,6 +106,18 @@ def train_bpe(
             stacklevel=2,
         )
     return _vocabulary(trainer.merges(), specials)
+
+
+def merges_wanted(vocab_size: int, special_tokens: Sequence[str] = ()) -> int:
+    """How many merges a vocabulary of that size has; one that is too small is refused."""
+    specials = check_special_tokens(special_tokens)
+    wanted = vocab_size - 256 - len(specials)
+    if wanted < 0:
+        raise ValueError(
+            f"A byte-level vocabulary has at least 256 bytes and its special tokens, here {256 + len(specials)} "
+            f"entries; got vocab_size={vocab_size}. Ask for more, or for fewer special tokens."
+        )
+    return wanted
 
 
 def _check_source(source: str | Path | Iterable[str | bytes]) -> None:
