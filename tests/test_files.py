@@ -53,6 +53,16 @@ def test_files_of_a_folder_take_their_places_together(tmp_path: Path) -> None:
     assert {entry.name: entry.read_text() for entry in tmp_path.iterdir()} == found
 
 
+def test_a_failure_leaves_no_empty_folder_and_none_that_was_there_is_removed(tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    with pytest.raises(FileNotFoundError), whole_folder(tmp_path / "there" / "new" / "data", last="a") as staging:
+        (staging / "a").unlink()
+    assert [entry.name for entry in tmp_path.rglob("*")] == ["there"]
+    with whole_folder(tmp_path / "there" / "new" / "data", last="a") as staging:
+        write_whole(staging / "a", "new")
+    assert (tmp_path / "there" / "new" / "data" / "a").read_text() == "new"
+
+
 def test_what_a_killed_process_left_is_swept_up_and_what_a_living_one_writes_is_not(tmp_path: Path) -> None:
     path = tmp_path / "train[1].tokens"
     program = (

@@ -62,20 +62,29 @@ def whole_folder(folder: Path, *, last: str) -> Iterator[Path]:
     rename, so only a process killed between two renames leaves old and new side by side, and `last`, still the old one
     then, can tell what belongs together.
     """
-    is_new = not folder.exists()
-    folder.mkdir(parents=True, exist_ok=True)
-    sweep(folder / "files")
-    staging = partial_path(folder / "files")
+    with not_left_empty(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        sweep(folder / "files")
+        staging = partial_path(folder / "files")
+        try:
+            staging.mkdir()
+            yield staging
+            for name in sorted((path.name for path in staging.iterdir()), key=lambda name: (name == last, name)):
+                (staging / name).replace(folder / name)
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
+
+
+@contextmanager
+def not_left_empty(folder: Path) -> Iterator[None]:
+    """Remove the folder again, and those above it, where they came with the block and nothing came into them."""
+    absent = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
-        staging.mkdir()
-        yield staging
-        for name in sorted((path.name for path in staging.iterdir()), key=lambda name: (name == last, name)):
-            (staging / name).replace(folder / name)
+        yield
     finally:
-        shutil.rmtree(staging, ignore_errors=True)
-        if is_new:
-            with suppress(OSError):  # it is not empty, as it should be
-                folder.rmdir()
+        with suppress(OSError):  # one is not empty, as it should be
+            for path in absent:
+                path.rmdir()
 
 
 def sync_folder(folder: Path) -> None:

@@ -514,8 +514,10 @@ def test_a_prepared_folder_that_was_tampered_with_is_refused(
 
 @pytest.mark.parametrize("wrong", [("--context", "12000"), ("--batch-size", "900"), ("--impl", "fused")])
 def test_a_refused_run_does_not_occupy_its_folder(wrong: tuple[str, str], data: Path, tmp_path: Path) -> None:
-    assert fuselm(data, *TINY, "--out", tmp_path / "run", *wrong).exit_code == 1
-    assert fuselm(data, *TINY, "--out", tmp_path / "run", "--steps", "1").exit_code == 0
+    out = tmp_path / "runs" / "run"
+    assert fuselm(data, *TINY, "--out", out, *wrong).exit_code == 1
+    assert list(tmp_path.iterdir()) == []
+    assert fuselm(data, *TINY, "--out", out, "--steps", "1").exit_code == 0
 
 
 def test_a_validation_split_without_a_target_is_refused_before_a_step(tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import re
 import shutil
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -157,6 +156,7 @@ def open_or_make(plan: Plan, device: str) -> tuple[Run, dict[str, Shard]]:
     """The run that was asked for, new or begun before, and its token files."""
     from fuselm import checkpoint
     from fuselm.data.readers import MANIFEST
+    from fuselm.files import not_left_empty
 
     if (plan.out / checkpoint.CONFIG).is_file():
         there = checkpoint.open_run(plan.out)
@@ -167,15 +167,9 @@ def open_or_make(plan: Plan, device: str) -> tuple[Run, dict[str, Shard]]:
             return _opened(plan)
     else:
         checkpoint.check_free(plan.out)
-    is_new = not plan.out.exists()
-    checkpoint.check_writable(plan.out)
-    try:
+    with not_left_empty(plan.out):
+        checkpoint.check_writable(plan.out)
         return _tokenised_and_made(plan, device)
-    except BaseException:
-        if is_new:
-            with suppress(OSError):  # it is not empty
-                plan.out.rmdir()
-        raise
 
 
 def _tokenised_and_made(plan: Plan, device: str) -> tuple[Run, dict[str, Shard]]:
