@@ -96,6 +96,11 @@ def test_a_run_becomes_a_png_and_nothing_else(
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["curve.png"]
 
 
+@pytest.mark.parametrize("corpus", ["stories", "/some/long/way/to/the/folder/of/stories"])
+def test_a_picture_names_the_corpus_and_not_the_way_to_it(corpus: str) -> None:
+    assert curves.describe({**CONFIG, "data": {"corpus": corpus}}).startswith("stories, 4 layers")
+
+
 def test_the_same_log_gives_the_same_bytes(tmp_path: Path) -> None:
     run = make_run(tmp_path / "demo", whole_log()[2:3])
     for name in ("a.png", "b.png"):

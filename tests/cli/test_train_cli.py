@@ -229,6 +229,33 @@ def test_each_text_has_a_folder_of_its_own_where_none_is_named(tmp_path: Path, m
     assert "finished already at step 2 of 2" in fuselm(texts[0], *options).stderr
 
 
+def test_a_text_is_the_same_however_its_path_is_typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "other").mkdir()
+    for folder in (tmp_path, tmp_path / "other"):
+        (folder / "hen.txt").write_text("Once upon a time there was a little red hen. " * 60)
+    options = (*TINY, "--preset", "naive-char", "--samples", "0", "--out", tmp_path / "run")
+    assert fuselm("hen.txt", *options).exit_code == 0
+    for same in (tmp_path / "hen.txt", "other/../hen.txt", "~/hen.txt"):
+        assert "finished already at step 6 of 6" in fuselm(same, *options).stderr
+    assert_refused(fuselm("other/hen.txt", *options), "data.corpus = ")
+    monkeypatch.chdir("other")
+    assert "finished already at step 6 of 6" in fuselm("../hen.txt", *options).stderr
+    assert_refused(fuselm("hen.txt", *options), "data.corpus = ")
+
+
+def test_a_run_whose_corpus_was_noted_as_it_was_typed_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "hen.txt").write_text("Once upon a time there was a little red hen. " * 60)
+    options = (*TINY, "--preset", "naive-char", "--samples", "0", "--out", tmp_path / "run")
+    assert fuselm("hen.txt", *options).exit_code == 0
+    config = json.loads((tmp_path / "run" / "config.json").read_text())
+    config["data"]["corpus"] = "hen.txt"
+    (tmp_path / "run" / "config.json").write_text(json.dumps(config))
+    assert "finished already at step 6 of 6" in fuselm("./hen.txt", *options).stderr
+
+
 @pytest.mark.parametrize("corpus", [None, "little-stories"])
 def test_the_text_of_a_preset_is_trained_in_the_folder_of_its_name(corpus: str | None) -> None:
     plan = make_plan("demo", corpus, None, {}, [], None, None, overwrite=False)

@@ -338,8 +338,9 @@ def _name(figure: Any, axis: Any, tracks: Sequence[_Track]) -> None:
 def describe(config: Mapping[str, Mapping[str, Any]]) -> str:
     """A run in a line, as far as its config says: stories, 4 layers of width 192, context 256, batch 16."""
     model, train = config["model"], config["train"]
+    corpus = config["data"].get("corpus")
     parts = [
-        (config["data"].get("corpus"), "{}"),
+        (corpus and Path(corpus).name, "{}"),  # of a path its last name
         (model.get("num_layers"), "{} layers"),
         (model.get("width"), "width {}"),
         (model.get("context"), "context {}"),

@@ -6,6 +6,7 @@ Everything that can be refused is refused here, the cheapest first.
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 import shutil
 from dataclasses import dataclass
@@ -51,12 +52,17 @@ class Plan:
 
         return Path(self.corpus) if (Path(self.corpus) / MANIFEST).is_file() else None
 
+    @property
+    def place(self) -> str:
+        """The corpus as a run remembers it: the same, however its path was typed and wherever that was."""
+        return _place(self.corpus) if self.prepared is None else str(self.prepared.resolve())
+
     def request(self) -> dict[str, Any]:
         """What of the data was asked for: another request is another run."""
         if self.prepared is not None:
-            return {"preset": self.preset_name, "corpus": str(self.prepared.resolve())}
+            return {"preset": self.preset_name, "corpus": self.place}
         tokens = self.preset.tokens if self.tokenizer is None else load(self.tokenizer).fingerprint
-        return {"preset": self.preset_name, "corpus": self.corpus, "tokens": tokens, "limit_mb": self.limit_mb}
+        return {"preset": self.preset_name, "corpus": self.place, "tokens": tokens, "limit_mb": self.limit_mb}
 
 
 def make_plan(
@@ -111,6 +117,13 @@ def _check_trains_tokenizer(plan: Plan, chosen: Preset) -> None:
     else:
         return
     raise ValueError(f"vocab_size is that of a tokenizer which the run trains; {found}. Leave vocab_size out.")
+
+
+def _place(corpus: str) -> str:
+    """A corpus's name, or where it lies."""
+    from fuselm.data.corpora import corpus_names
+
+    return corpus if corpus in corpus_names() else os.path.realpath(os.path.expanduser(corpus))
 
 
 def _usual_folder(preset_name: str, chosen: Preset, corpus: str | None) -> Path:
@@ -197,10 +210,13 @@ def _opened(plan: Plan) -> tuple[Run, dict[str, Shard]]:
     from fuselm.text.tokenizer import Tokenizer
 
     there = checkpoint.open_run(plan.out)
-    if plan.prepared is None and plan.corpus != there.data.get("corpus"):
+    data = {**there.data, **plan.request()}
+    known = there.data.get("corpus")
+    if isinstance(known, str) and _place(known) == plan.place:
+        data["corpus"] = known  # older runs have it as it was typed
+    elif plan.prepared is None:
         open_named(plan.corpus, plan.limit_mb, lambda *_: None)  # one that is not there is what is wrong first
     model = plan.preset.model(there.model.vocab_size, **plan.model_changes)
-    data = {**there.data, **plan.request()}
     train = plan.train
     if plan.any_batch and there.train is not None:  # as it was made to fit
         train = dataclasses.replace(train, batch_size=there.train.batch_size)
