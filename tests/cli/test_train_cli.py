@@ -28,6 +28,7 @@ from fuselm.config import PRESETS
 from fuselm.torchlm.log import read_log
 from fuselm.torchlm.sample import sample
 from fuselm.torchlm.state import load_model
+from fuselm.torchlm.train import Trainer
 from tests.torchlm.runs import child_environment, prepared
 
 SHAPE = (
@@ -91,6 +92,17 @@ def test_it_says_what_it_does_and_what_to_type_next(data: Path, tmp_path: Path) 
     assert "step 6: validation loss " in result.stderr
     assert "best validation loss " in result.stdout
     assert f"fuselm plot '{out}'" in result.stdout
+
+
+def test_what_is_seen_of_samples_is_printable_and_the_log_has_them_as_they_are(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Trainer, "texts", lambda *_: [("a\x1b[2Jb\0", True)])
+    result = fuselm(data, *TINY, "--out", tmp_path / "run")
+    assert "  | a\ufffd[2Jb\ufffd\n" in result.stderr
+    assert result.stdout.startswith("\na\ufffd[2Jb\ufffd\n")
+    texts = [record["text"] for record in read_log(tmp_path / "run" / "log.jsonl") if record["kind"] == "sample"]
+    assert texts == ["a\x1b[2Jb\0"] * 2
 
 
 def test_the_same_command_again_finds_nothing_left_to_do(data: Path, tmp_path: Path) -> None:

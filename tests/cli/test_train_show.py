@@ -48,3 +48,18 @@ def test_a_run_whose_speed_changes_is_soon_as_fast_as_it_is_now(
     found = left([*slow, *fast], monkeypatch, capsys)
     assert found[len(slow) - 1] == 900
     assert found[-1] == 20
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("a\x1b[2Jb\x00\x07\x85c\x7f", "a\ufffd[2Jb\ufffd\ufffd\ufffdc\ufffd"),
+        ("one\r\n\ttwo\rthree\n", "one\n  | \ttwo\ufffdthree"),
+        (
+            "Ein Häns\u00a0chen \u4e2d\ufffd \U0001f469\u200d\U0001f33e",
+            "Ein Häns\u00a0chen \u4e2d\ufffd \U0001f469\u200d\U0001f33e",
+        ),
+    ],
+)
+def test_a_sample_is_shown_without_control_characters(text: str, shown: str) -> None:
+    assert train_show.sentence({"kind": "sample", "step": 1, "text": text}) == f"  | {shown}"

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from fuselm.cli.progress import bar
+from fuselm.cli.train_show import printable
 
 if TYPE_CHECKING:
     from fuselm.torchlm.train import Trainer
@@ -24,7 +25,7 @@ def finish(trainer: Trainer, samples: int, command: str | None, say: Say) -> dic
     run, progress = trainer.run, trainer.progress
     texts = _texts(trainer, samples) if samples else []
     if texts:
-        say(f"\n{texts[0][0].strip()}\n")
+        say(f"\n{printable(texts[0][0]).strip()}\n")
     stories = _checked(texts) if texts and run.data.get("corpus") in ("stories", "little-stories") else None
     result: dict[str, Any] = {"run": str(run.folder), "best_loss": progress.best_loss, "best_step": progress.best_step}
     result |= {"stories": stories} if stories else {}

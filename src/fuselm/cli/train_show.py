@@ -6,6 +6,7 @@ On a terminal the bar stays at the bottom and lines pass above it; in a log ther
 from __future__ import annotations
 
 import time
+import unicodedata
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -94,7 +95,17 @@ def sentence(record: Mapping[str, Any]) -> str | None:
         best = ", the best so far" if record["best"] else ""
         return f"step {step}: validation loss {record['loss']:.4f}{bits}{best}"
     if record["kind"] == "sample":
-        return "  | " + record["text"].strip().replace("\n", "\n  | ")
+        return "  | " + printable(record["text"]).strip().replace("\n", "\n  | ")
     if record["kind"] == "skip":
         return f"step {step} was not made: {record['reason']}"
     return None
+
+
+def printable(text: str) -> str:
+    """A sampled text as a terminal can take it.
+
+    A model draws any byte in its first steps, and what moves a cursor or rings a bell is no text; it is shown as bytes
+    that make no character are.
+    """
+    lines = text.replace("\r\n", "\n")
+    return "".join("\ufffd" if unicodedata.category(c) == "Cc" and c not in "\n\t" else c for c in lines)
