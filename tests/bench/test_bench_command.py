@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,23 @@ def test_writes_rows_and_plot_and_prints_a_table(tmp_path: Path) -> None:
     assert document["versions"]["torch"] == torch.__version__
     assert "CPU figures" in result.output
     assert "256x1024" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("error", "reference", "words"),
+    [
+        (None, None, "-"),
+        (2.4e-3, 1.6e-3, "1.5"),
+        (1.6e-7, 1.6e-9, "100"),
+        (0.0014367, 6.8833e-09, "1.4e-03 / 6.9e-09"),
+        (0.0014367, 0.0, "1.4e-03 / 0"),
+        (0.0, 1.6e-3, "exact"),
+        (0.0, 0.0, "exact"),
+        (math.nan, 1.6e-3, "nan"),
+    ],
+)
+def test_errors_are_a_ratio_where_that_says_something(error: float | None, reference: float | None, words: str) -> None:
+    assert bench._error_ratio({"rms_error": error, "reference_rms_error": reference}) == words
 
 
 def test_json_is_the_last_line_of_stdout(tmp_path: Path) -> None:

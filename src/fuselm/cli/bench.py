@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from fuselm.bench.kernels import Plan
     from fuselm.bench.report import Results
 
+LARGEST_RATIO = 100.0  # of two errors: a larger one says how small the formula's is, and little of the other
 # The names of bench/peers.py, which imports torch: the help must not wait for that. A test holds them together.
 IMPLS = ("fused", "torch", "compile", "liger", "quack", "matmuls")
 
@@ -36,7 +37,8 @@ KERNELS_HELP = """Time every op against its peers and against a copy of the same
 
 For each op, case and pass: microseconds on the device (L2-cold, median), microseconds of host time for a call, the
 share of a plain copy's speed that the op reaches (100 % is the ceiling of an op that is bound by memory), and the error
-against float64 as a multiple of that of the op's plain formula. On a GPU also latencies of decode-sized calls.
+against float64 as a multiple of that of the op's plain formula; both errors where that is hundreds of times smaller. On
+a GPU also latencies of decode-sized calls.
 
 Files: rows.csv, rows.json, roofline.png and, on a GPU, decode.png. On a CPU the same ops run in plain torch on fewer
 rows: that shows that everything works, and says nothing about the kernels.
@@ -196,6 +198,12 @@ def _names(row: dict[str, Any]) -> tuple[str, str, str, str]:
 
 
 def _error_ratio(row: dict[str, Any]) -> str:
-    if not row["rms_error"] or not row["reference_rms_error"]:
+    """The ratio; both errors where the formula's is next to nothing, as of a loss in fp32 beside one in bf16."""
+    error, reference = row["rms_error"], row["reference_rms_error"]
+    if error is None or reference is None:
         return "-"
-    return f"{row['rms_error'] / row['reference_rms_error']:.3g}"
+    if not error:
+        return "exact"
+    if error > LARGEST_RATIO * reference:
+        return f"{error:.1e} / {reference:.1e}" if reference else f"{error:.1e} / 0"
+    return f"{error / reference:.3g}"
