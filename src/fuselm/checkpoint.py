@@ -57,6 +57,10 @@ class RunError(ValueError):
     """A run folder that cannot be made, written or read as asked."""
 
 
+class FolderError(RunError):
+    """A folder that this run cannot have; another one would do."""
+
+
 @dataclass(frozen=True)
 class Checkpoint:
     """What was saved at a step. A run is resumed from its last one: the best one's `optimizer` is None."""
@@ -108,7 +112,7 @@ class Run:
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                raise RunError(
+                raise FolderError(
                     f"A run is trained by one process at a time; another one is at work on {self.folder}. Wait for it, "
                     "or use another folder."
                 ) from None
@@ -223,7 +227,7 @@ def check_free(folder: Path) -> None:
     names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
     if names := sorted(name for name in names if not HIDDEN.fullmatch(name)):
         shown = ", ".join(names[:3]) + (" and more" if len(names) > 3 else "")
-        raise RunError(f"A run gets a folder of its own; {folder} holds other files: {shown}. Use another folder.")
+        raise FolderError(f"A run gets a folder of its own; {folder} holds other files: {shown}. Use another folder.")
 
 
 def _check_same(run: Run, asked: Json, tokenizer: Tokenizer | None) -> None:
@@ -234,7 +238,7 @@ def _check_same(run: Run, asked: Json, tokenizer: Tokenizer | None) -> None:
     if different:
         shown = ", ".join(different[:3]) + (f" and {len(different) - 3} more" if len(different) > 3 else "")
         remedy = "Use another folder, or --overwrite (overwrite=True) to lose what is there and start anew."
-        raise RunError(f"A run keeps its config; {run.folder} has {shown}. {remedy}")
+        raise FolderError(f"A run keeps its config; {run.folder} has {shown}. {remedy}")
 
 
 def _differences(part: str, there: Any, asked: Any) -> Iterator[str]:
@@ -249,15 +253,15 @@ def _differences(part: str, there: Any, asked: Any) -> Iterator[str]:
 def check_writable(folder: Path, bytes_needed: int = 0) -> None:
     """Refuse where a run could not be saved: a file, a folder that cannot be written, a disk that is too full."""
     if folder.is_file():
-        raise RunError(f"A run is a folder; {folder} is a file. Use another path.")
+        raise FolderError(f"A run is a folder; {folder} is a file. Use another path.")
     try:
         write_whole(folder / PROBE, bytes(4096))  # os.access says yes to root whatever the file system says
         (folder / PROBE).unlink()
     except OSError as error:
-        raise RunError(f"A run writes into its folder; {folder} refuses ({error.strerror}). Use another.") from error
+        raise FolderError(f"A run writes into its folder; {folder} refuses ({error.strerror}). Use another.") from error
     if (free := shutil.disk_usage(folder).free) < bytes_needed:
         need = f"{bytes_needed / 1e6:,.0f} MB; {folder} has {free / 1e6:,.0f} MB free"
-        raise RunError(f"The run's checkpoints need {need}. Make room, or use a folder on another disk.")
+        raise FolderError(f"The run's checkpoints need {need}. Make room, or use a folder on another disk.")
 
 
 # --- saving ----------------------------------------------------------------------------------------------------------

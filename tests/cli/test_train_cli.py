@@ -392,6 +392,16 @@ def test_what_cannot_be_done_is_refused_before_a_step_is_made(
     assert names["file"].read_text() == "a file"
 
 
+def test_a_folder_that_a_run_cannot_have_is_refused_with_the_option_that_names_it(
+    data: Path, finished: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("a file")
+    for taken in (finished, tmp_path, tmp_path / "file", tmp_path / "file" / "run"):
+        result = fuselm(data, *TINY, "--set", "width=32", "--out", taken)
+        assert_refused(result, "Use another")
+        assert result.stderr.endswith(". --out names the folder.\n")
+
+
 def test_a_gpu_that_is_not_there_is_refused(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     result = fuselm(data, *TINY, "--out", tmp_path / "run", "--device", "cuda")

@@ -115,7 +115,8 @@ def train(
             name = preset or DEFAULT_PRESET
             plan = make_plan(name, corpus, out, changes, settings or [], tokenizer, limit_mb, overwrite)
             _check_device(device, plan)
-            run, shards = open_or_make(plan, device)
+            with _told_of_out():
+                run, shards = open_or_make(plan, device)
         check_room(run)
         if not overwrite:
             _tell_of_a_lost_beginning(run)
@@ -167,6 +168,17 @@ def _check_device(device: str, plan: Plan) -> None:
         check_device(found)
     model = plan.preset.model(256, **plan.model_changes)
     choose(model.impl, model.op_impl, device=str(found))
+
+
+@contextmanager
+def _told_of_out() -> Iterator[None]:
+    """ "Use another folder": how, only the command line knows."""
+    from fuselm.checkpoint import FolderError
+
+    try:
+        yield
+    except FolderError as error:
+        raise FolderError(f"{error} --out names the folder.") from error
 
 
 @contextmanager
