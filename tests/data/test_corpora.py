@@ -183,6 +183,11 @@ def test_nothing_to_read_is_an_error_when_the_corpus_is_opened(tmp_path: Path) -
         open_corpus(tmp_path)
 
 
+def test_the_home_of_nobody_is_refused() -> None:
+    with pytest.raises(CorpusError, match=r"'~no one/hen' is neither"):
+        open_corpus("~no one/hen")
+
+
 def test_a_pipe_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(CorpusError, match=r"a file or a folder; .*pipe is neither\. Save the text"):

@@ -22,6 +22,7 @@ from fuselm.cli.bench_tokenizer import HELP as TOKENIZER_HELP
 from fuselm.cli.bench_tokenizer import tokenizer
 from fuselm.cli.bench_train import HELP as TRAIN_HELP
 from fuselm.cli.bench_train import train
+from fuselm.cli.paths import typed_path
 
 if TYPE_CHECKING:
     from fuselm.bench.kernels import Plan
@@ -64,7 +65,9 @@ def kernels(
     quick: Annotated[bool, typer.Option("--quick", help="One case of each kind instead of all.")] = False,
     device: Annotated[str, typer.Option(help="auto (a GPU if there is one), cpu or cuda.")] = "auto",
     label: Annotated[str, typer.Option(help="What to call this machine in rows and plots. Default: its name.")] = "",
-    out: Annotated[Path, typer.Option(help="Folder to write into; made when it is not there.")] = Path("results"),
+    out: Annotated[
+        Path, typer.Option(parser=typed_path, help="Folder to write into; made when it is not there.")
+    ] = Path("results"),
     impl: Annotated[
         str,
         typer.Option(help=f"Which of {', '.join(IMPLS)}. Default: all on a GPU, {', '.join(IMPLS[:2])} on a CPU."),

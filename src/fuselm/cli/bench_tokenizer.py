@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fuselm.cli.bench_show import check_folder, no_plots, print_table, progress
+from fuselm.cli.paths import typed_path
 
 if TYPE_CHECKING:
     from fuselm.bench.tokenizer import Plan
@@ -44,12 +45,15 @@ Examples:
 
 
 def tokenizer(
-    corpus: Annotated[Path | None, typer.Option(help="A text file in UTF-8. Default: built-in stories.")] = None,
+    corpus: Annotated[
+        Path | None, typer.Option(parser=typed_path, help="A text file in UTF-8. Default: built-in stories.")
+    ] = None,
     gpt2_vocab: Annotated[
         Path | None,
         typer.Option(
+            parser=typed_path,
             help="Folder with encoder.json and vocab.bpe, or vocab.json and merges.txt, to encode with. "
-            "Default: the vocabulary that the run trains."
+            "Default: the vocabulary that the run trains.",
         ),
     ] = None,
     megabytes: Annotated[
@@ -66,9 +70,9 @@ def tokenizer(
     repeats: Annotated[int, typer.Option(min=1, help="Times that each is measured; medians count.")] = 3,
     quick: Annotated[bool, typer.Option("--quick", help="2 megabytes: shows that it works, not how fast.")] = False,
     label: Annotated[str, typer.Option(help="What to call this machine in files and plot. Default: its CPU.")] = "",
-    out: Annotated[Path, typer.Option(help="Folder to write into; made when it is not there.")] = Path(
-        "results/tokenizer"
-    ),
+    out: Annotated[
+        Path, typer.Option(parser=typed_path, help="Folder to write into; made when it is not there.")
+    ] = Path("results/tokenizer"),
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
 ) -> None:
     """Time the tokenizer; the help text is HELP."""

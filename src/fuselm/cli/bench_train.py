@@ -18,6 +18,7 @@ import typer
 
 from fuselm.cli.bench_show import check_folder, device_of, no_plots, print_table
 from fuselm.cli.errors import told
+from fuselm.cli.paths import typed_corpus, typed_path
 from fuselm.cli.progress import bar
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ def train(
     precision: Annotated[
         str, typer.Option(help="auto, fp32, bf16 or fp16. Default: auto, of moe-60m on a GPU fp16.")
     ] = "",
-    corpus: Annotated[str, typer.Option(help="Name or path of what is learnt.")] = "stories",
+    corpus: Annotated[str, typer.Option(parser=typed_corpus, help="Name or path of what is learnt.")] = "stories",
     limit_mb: Annotated[
         float | None, typer.Option(help="Use at most this many megabytes of text.", show_default=USUAL_MB)
     ] = None,
@@ -76,9 +77,9 @@ def train(
     ] = False,
     device: Annotated[str, typer.Option(help="auto (a GPU if there is one), cpu or cuda.")] = "auto",
     label: Annotated[str, typer.Option(help="What to call this machine in files and pictures.")] = "",
-    out: Annotated[Path, typer.Option(help="Folder to write into; an older comparison there is replaced.")] = Path(
-        "results/train"
-    ),
+    out: Annotated[
+        Path, typer.Option(parser=typed_path, help="Folder to write into; an older comparison there is replaced.")
+    ] = Path("results/train"),
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
 ) -> None:
     """Compare; the help text is HELP."""

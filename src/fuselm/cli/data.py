@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fuselm.cli.errors import told
+from fuselm.cli.paths import typed_path
 from fuselm.cli.progress import Step, bar, under
-from fuselm.cli.tokenizer import UNITS, VocabSize, load
+from fuselm.cli.tokenizer import UNITS, CorpusName, GivenTokenizer, VocabSize, load
 
 if TYPE_CHECKING:
     from fuselm.data.corpora import Corpus
@@ -61,9 +62,9 @@ Examples:
 
 @app.command(help=PREPARE_HELP)
 def prepare(
-    corpus: Annotated[str, typer.Argument(help="A corpus's name, or the path of a file or folder with text.")],
-    out: Annotated[Path, typer.Option(help="Folder to write; made when it is not there.")],
-    tokenizer: Annotated[Path | None, typer.Option(help="A tokenizer of any format; else one is trained.")] = None,
+    corpus: CorpusName,
+    out: Annotated[Path, typer.Option(parser=typed_path, help="Folder to write; made when it is not there.")],
+    tokenizer: GivenTokenizer = None,
     vocab_size: VocabSize = None,
     characters: Annotated[bool, typer.Option("--characters", help="One token for each character instead.")] = False,
     limit_mb: Annotated[float | None, typer.Option(help="Use at most this many megabytes of each split.")] = None,
@@ -103,7 +104,7 @@ def prepare(
 
 @app.command(help=INFO_HELP)
 def info(
-    path: Annotated[Path, typer.Argument(help="A prepared folder, a .tokens file or a .npy file.")],
+    path: Annotated[Path, typer.Argument(parser=typed_path, help="A prepared folder, a .tokens file or a .npy file.")],
     verify: Annotated[bool, typer.Option("--verify", help="Read everything and compare the checksum.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")] = False,
 ) -> None:

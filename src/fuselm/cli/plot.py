@@ -14,6 +14,7 @@ import typer
 
 from fuselm.cli.bench_show import print_table
 from fuselm.cli.errors import told
+from fuselm.cli.paths import typed_path
 
 PLOT_HELP = """Draw the loss curves of a run, or of several runs over one another, into a PNG.
 
@@ -34,9 +35,10 @@ Examples:
 
 
 def plot(
-    runs: Annotated[list[Path], typer.Argument(help="Folders of runs.", metavar="RUN")],
+    runs: Annotated[list[Path], typer.Argument(parser=typed_path, help="Folders of runs.", metavar="RUN")],
     out: Annotated[
-        Path | None, typer.Option(help="PNG to write; needed for several runs.", show_default="RUN/curve.png")
+        Path | None,
+        typer.Option(parser=typed_path, help="PNG to write; needed for several runs.", show_default="RUN/curve.png"),
     ] = None,
     x: Annotated[str, typer.Option(help="What to draw over: step, tokens or seconds.")] = "step",
     log_y: Annotated[bool, typer.Option("--log-y", help="A logarithmic axis for the losses.")] = False,

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fuselm.cli.errors import told
+from fuselm.cli.paths import typed_corpus, typed_path
 from fuselm.cli.progress import bar, under
 
 if TYPE_CHECKING:
@@ -25,7 +26,16 @@ if TYPE_CHECKING:
 app = typer.Typer(no_args_is_help=True, help="Train, use, look at and convert tokenizers.")
 
 TokenizerPath = Annotated[
-    Path, typer.Argument(help="A tokenizer.json, a folder with GPT-2's two files, or a .tiktoken rank file.")
+    Path,
+    typer.Argument(
+        parser=typed_path, help="A tokenizer.json, a folder with GPT-2's two files, or a .tiktoken rank file."
+    ),
+]
+CorpusName = Annotated[
+    str, typer.Argument(parser=typed_corpus, help="A corpus's name, or the path of a file or folder with text.")
+]
+GivenTokenizer = Annotated[
+    Path | None, typer.Option(parser=typed_path, help="A tokenizer of any format; else one is made.")
 ]
 VocabSize = Annotated[
     int | None, typer.Option(help="Tokens of a trained BPE: 256 bytes, merges, special tokens.", show_default="10000")
@@ -92,7 +102,7 @@ Example:
 
 @app.command(help=TRAIN_HELP)
 def train(
-    corpus: Annotated[str, typer.Argument(help="A corpus's name, or the path of a file or folder with text.")],
+    corpus: CorpusName,
     vocab_size: VocabSize = None,
     special: Annotated[
         list[str] | None, typer.Option(help="A special token besides <|endoftext|>; may be given several times.")
@@ -100,7 +110,9 @@ def train(
     characters: Annotated[bool, typer.Option("--characters", help="One token for each character instead.")] = False,
     limit_mb: Annotated[float | None, typer.Option(help="Use at most this many megabytes of the corpus.")] = None,
     threads: Annotated[int | None, typer.Option(help="Default: one for each core.")] = None,
-    out: Annotated[Path, typer.Option(help="File to write, or a folder for tokenizer.json.")] = Path("tokenizer.json"),
+    out: Annotated[Path, typer.Option(parser=typed_path, help="File to write, or a folder for tokenizer.json.")] = Path(
+        "tokenizer.json"
+    ),
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file that is there.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -131,10 +143,12 @@ def train(
 def encode(
     tokenizer: TokenizerPath,
     text: Annotated[str | None, typer.Argument(help="The text; left out, it is read from --file or stdin.")] = None,
-    file: Annotated[Path | None, typer.Option(help="A text file of any size.")] = None,
+    file: Annotated[Path | None, typer.Option(parser=typed_path, help="A text file of any size.")] = None,
     special: Annotated[str, typer.Option(help="refuse, allow, or text.")] = "refuse",
     threads: Annotated[int | None, typer.Option(help="Default: one for each core.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Write the ids to this .npy file instead of printing them.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(parser=typed_path, help="Write the ids to this .npy file instead of printing them.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Encode; the help text is ENCODE_HELP."""
@@ -158,7 +172,7 @@ def encode(
 def decode(
     tokenizer: TokenizerPath,
     ids: Annotated[list[str] | None, typer.Argument(help="Token ids; left out, they are read from stdin.")] = None,
-    file: Annotated[Path | None, typer.Option(help="A .npy file of ids, or a .tokens file.")] = None,
+    file: Annotated[Path | None, typer.Option(parser=typed_path, help="A .npy file of ids, or a .tokens file.")] = None,
     as_json: Json = False,
 ) -> None:
     """Decode; the help text is DECODE_HELP."""
@@ -204,7 +218,7 @@ def show(
 def convert(
     tokenizer: TokenizerPath,
     to: Annotated[str, typer.Option(help="json, gpt2 or tiktoken.")],
-    out: Annotated[Path, typer.Option(help="File or folder to write.")],
+    out: Annotated[Path, typer.Option(parser=typed_path, help="File or folder to write.")],
     as_json: Json = False,
 ) -> None:
     """Convert; the help text is CONVERT_HELP."""

@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fuselm.cli.errors import told
+from fuselm.cli.paths import typed_corpus, typed_path
+from fuselm.cli.tokenizer import GivenTokenizer
 from fuselm.cli.train_end import finish, list_presets
 from fuselm.cli.train_plan import Plan, check_room, make_plan, open_data, open_or_make
 from fuselm.cli.train_show import shown
@@ -54,7 +56,8 @@ DEFAULT_PRESET = "demo"
 SAME_WISH_SECONDS = 1.0  # between two signals that ask for one thing
 
 Out = Annotated[
-    Path | None, typer.Option(help="Run folder.", show_default="runs/PRESET; of another text runs/TEXT-PRESET")
+    Path | None,
+    typer.Option(parser=typed_path, help="Run folder.", show_default="runs/PRESET; of another text runs/TEXT-PRESET"),
 ]
 CudaGraph = Annotated[
     bool | None,
@@ -69,11 +72,11 @@ Deterministic = Annotated[
 
 def train(
     corpus: Annotated[
-        str | None, typer.Argument(help="Name or path; default: the preset's.", show_default=False)
+        str | None, typer.Argument(parser=typed_corpus, help="Name or path; default: the preset's.", show_default=False)
     ] = None,
     preset: Annotated[str | None, typer.Option(help="Model and training; see --list.", show_default="demo")] = None,
     out: Out = None,
-    resume: Annotated[Path | None, typer.Option(help="Go on with the run in this folder.")] = None,
+    resume: Annotated[Path | None, typer.Option(parser=typed_path, help="Go on with the run in this folder.")] = None,
     steps: Annotated[int | None, typer.Option(help="Steps of training.")] = None,
     batch_size: Annotated[int | None, typer.Option(help="Rows of a step.")] = None,
     micro_batch: Annotated[int | None, typer.Option(help="Rows at once; default: what fits the memory.")] = None,
@@ -87,10 +90,10 @@ def train(
     cuda_graph: CudaGraph = None,
     deterministic: Deterministic = None,
     settings: Annotated[list[str] | None, typer.Option("--set", help="name=value, of any field; repeat it.")] = None,
-    tokenizer: Annotated[Path | None, typer.Option(help="A tokenizer of any format; else one is made.")] = None,
+    tokenizer: GivenTokenizer = None,
     limit_mb: Annotated[float | None, typer.Option(help="Use at most this many megabytes of text.")] = None,
     samples: Annotated[int, typer.Option(help="Texts to sample from the best weights at the end.")] = 1,
-    log_csv: Annotated[Path | None, typer.Option(help="Also write the numbers as CSV.")] = None,
+    log_csv: Annotated[Path | None, typer.Option(parser=typed_path, help="Also write the numbers as CSV.")] = None,
     tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Also write RUN/tensorboard.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Begin anew in a folder that holds a run.")] = False,
     presets: Annotated[bool, typer.Option("--list", help="List the presets and leave.")] = False,

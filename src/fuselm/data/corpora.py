@@ -448,7 +448,7 @@ def open_corpus(
         )
     if isinstance(name_or_path, str) and name_or_path in SPECS:
         return open_spec(SPECS[name_or_path], limit_bytes=limit_bytes, on_progress=on_progress)
-    path = Path(name_or_path).expanduser()
+    path = Path(os.path.expanduser(name_or_path))  # where Path's own method ends in an error, ~nobody stays as it is
     if not path.exists():
         raise CorpusError(
             f"A corpus is one of {', '.join(corpus_names())}, or the path of a file or folder with text; "
