@@ -276,7 +276,13 @@ def test_the_text_of_a_preset_is_trained_in_the_folder_of_its_name(corpus: str |
 
 @pytest.mark.parametrize(
     ("corpus", "folder"),
-    [("stories", "stories-demo"), ("notes/v1.2/", "v1.2-demo"), ("a/book.JSONL.zst", "book-demo"), ("hen", "hen-demo")],
+    [
+        ("stories", "stories-demo"),
+        ("notes/v1.2/", "v1.2-demo"),
+        ("a/book.JSONL.zst", "book-demo"),
+        ("hen", "hen-demo"),
+        ("notes/v1/..", "notes-demo"),
+    ],
 )
 def test_another_text_is_trained_in_a_folder_of_both_names(corpus: str, folder: str) -> None:
     assert make_plan("demo", corpus, None, {}, [], None, None, overwrite=False).out == Path("runs") / folder
@@ -370,6 +376,7 @@ def trained(folder: Path) -> bool:
         (("{data}", "--out", "{file}/run"), "A run writes into its folder; {file}/run refuses (Not a directory)."),
         (("{data}", "--out", "{file}"), "A run is a folder; {file} is a file."),
         (("{data}", "--out", "/proc/fuselm"), "A run writes into its folder; /proc/fuselm refuses ("),
+        (("{full}", "--out", "{full}/run"), "What is made of {full} cannot lie inside it: the next run would read it."),
         (("{data}", "--out", "{full}"), "{full} holds other files: thesis.txt. Use another folder."),
     ],
 )

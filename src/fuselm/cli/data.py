@@ -170,11 +170,17 @@ def describe(shard: Shard) -> dict[str, Any]:
     return facts
 
 
+def check_outside(out: Path, corpus: str) -> None:
+    """Refuse to write into the folder that the text is read from."""
+    source = Path(corpus).resolve()
+    if source.is_dir() and out.resolve().is_relative_to(source):
+        raise ValueError(f"What is made of {corpus} cannot lie inside it: the next run would read it. Move --out.")
+
+
 def _check_out(out: Path, corpus: str) -> None:
     """Refuse before the work what could not be written after it, or would be read as text the next time."""
-    source, target = Path(corpus).resolve(), out.resolve()
-    if source.is_dir() and target.is_relative_to(source):
-        raise ValueError(f"What is made of {corpus} cannot lie inside it: the next run would read it. Move --out.")
+    check_outside(out, corpus)
+    target = out.resolve()
     there = next(path for path in (target, *target.parents) if path.exists())
     if not there.is_dir():
         raise ValueError(f"--out is a folder; {there} is a file. Name another.")

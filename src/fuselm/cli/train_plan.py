@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from fuselm.cli.data import check_tokenizer, make_tokenizer, open_named
+from fuselm.cli.data import check_outside, check_tokenizer, make_tokenizer, open_named
 from fuselm.cli.progress import bar, under
 from fuselm.cli.tokenizer import UNITS, load
 
@@ -133,7 +133,7 @@ def _usual_folder(preset_name: str, chosen: Preset, corpus: str | None) -> Path:
     """
     if corpus in (None, chosen.corpus):
         return Path("runs") / preset_name
-    text = TEXT_ENDING.sub("", Path(corpus).absolute().name)
+    text = TEXT_ENDING.sub("", Path(os.path.abspath(corpus)).name)
     return Path("runs") / f"{text}-{preset_name}"
 
 
@@ -180,6 +180,8 @@ def open_or_make(plan: Plan, device: str) -> tuple[Run, dict[str, Shard]]:
             return _opened(plan)
     else:
         checkpoint.check_free(plan.out)
+    if plan.prepared is None:
+        check_outside(plan.out, plan.corpus)
     with not_left_empty(plan.out):
         checkpoint.check_writable(plan.out)
         return _tokenised_and_made(plan, device)
