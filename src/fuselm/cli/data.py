@@ -172,8 +172,10 @@ def describe(shard: Shard) -> dict[str, Any]:
 
 def check_outside(out: Path, corpus: str) -> None:
     """Refuse to write into the folder that the text is read from."""
+    from fuselm.data.corpora import corpus_names
+
     source = Path(corpus).resolve()
-    if source.is_dir() and out.resolve().is_relative_to(source):
+    if corpus not in corpus_names() and source.is_dir() and out.resolve().is_relative_to(source):
         raise ValueError(f"What is made of {corpus} cannot lie inside it: the next run would read it. Move --out.")
 
 
