@@ -127,6 +127,7 @@ def test_prepare_and_info_agree(corpus: Path, tmp_path: Path) -> None:
     assert info["splits"] == answer["splits"]
     assert info["splits"]["train"]["dtype"] == "uint16"
     shown = fuselm("data", "info", out / "train.tokens", "--verify")
+    assert "(uint16) in 1 document, checksum" in shown.stdout
     assert shown.exit_code == 0
     assert "checksum verified" in shown.stdout
 

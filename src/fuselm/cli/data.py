@@ -206,7 +206,6 @@ def _check_unused(out: Path, tokenizer: Path | None) -> None:
 
 
 def _sentence(name: str, facts: dict[str, Any]) -> str:
-    return (
-        f"{name}: {facts['num_tokens']:,} tokens ({facts['dtype']}) in {facts['num_documents']:,} documents, "
-        f"{facts['tokens_per_document']:,} each"
-    )
+    tokens, count = f"{name}: {facts['num_tokens']:,} tokens ({facts['dtype']})", facts["num_documents"]
+    each = f"{count:,} documents, {facts['tokens_per_document']:,} each"
+    return f"{tokens} in {'1 document' if count == 1 else each}"
