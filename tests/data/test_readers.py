@@ -103,8 +103,13 @@ def test_any_file_that_is_text_is_read(tmp_path: Path, name: str) -> None:
 
 def test_binary_files_are_refused(tmp_path: Path) -> None:
     noise = bytes(random.Random(0).randbytes(4096))
+    path = write(tmp_path / "train.tokens", b"fuselm tokens\n\0\0\0\0")
+    with pytest.raises(CorpusError, match=r"train\.tokens holds binary data; name the folder of token files"):
+        list(read_documents(path))
     with pytest.raises(CorpusError, match=r"UTF-8 text; .*picture\.bin holds binary data"):
         documents(write(tmp_path / "picture.bin", noise))
+    with pytest.raises(CorpusError, match=r"train\.tokens holds binary data; name the folder of token files"):
+        documents(write(tmp_path / "train.tokens", noise))
     with pytest.raises(CorpusError, match="binary"):
         documents(write(tmp_path / "nothing-but-controls", noise.replace(b"\0", b"\1")))
     with pytest.raises(CorpusError, match=r"binary data; convert UTF-16 with `iconv"):

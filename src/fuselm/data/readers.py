@@ -139,6 +139,7 @@ def _text_chunks(path: Path) -> Iterator[bytes]:
     first = next(stream, b"")
     if not is_text(first[:SNIFF]):
         hint = "; convert UTF-16 with `iconv -t UTF-8`" if first[:2] in (b"\xff\xfe", b"\xfe\xff") else ""
+        hint = "; name the folder of token files, to train on them" if path.suffix == ".tokens" else hint
         raise CorpusError(f"A corpus is UTF-8 text; {path} holds binary data{hint}.")
     yield first
     yield from stream
