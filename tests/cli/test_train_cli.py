@@ -216,6 +216,16 @@ def test_a_run_as_long_as_its_presets_evaluates_as_often(tmp_path: Path) -> None
         assert plan.train.eval_every == PRESETS["naive-char"].train().eval_every
 
 
+@pytest.mark.parametrize(
+    ("steps", "settings", "every"), [(8, [], 1), (60, [], 3), (500, [], 10), (60, ["log_every=10"], 10)]
+)
+def test_a_short_run_has_a_curve_of_more_than_a_few_points(
+    steps: int, settings: list[str], every: int, tmp_path: Path
+) -> None:
+    plan = make_plan("tiny", None, tmp_path, {"steps": steps}, settings, None, None, overwrite=False)
+    assert plan.train.log_every == every
+
+
 def test_the_size_of_the_vocabulary_is_that_of_the_tokenizer_it_trains(tmp_path: Path) -> None:
     out = tmp_path / "run"
     command = ("stories", "--limit-mb", "0.1", *TINY, "--samples", "0", "--out", out, "--set")
