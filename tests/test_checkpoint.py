@@ -369,9 +369,9 @@ def test_a_run_is_opened_as_it_was_made(tmp_path: Path) -> None:
 
 
 def test_another_config_is_refused_by_name_and_value(run: Run) -> None:
-    words = r"model\.width = 8 \(asked for: 16\), data\.rows = null \(asked for: \"x{58}…\)\. Use .* or --overwrite"
+    words = r"model\.width = 8 \(asked for: 16\), data\.rows = null \(asked for: \"x{29}…x{23}/häns\"\)\. Use .* or"
     with pytest.raises(RunError, match=words):
-        make(run.folder, model=changed(MODEL, width=16), data={"corpus": "stories", "rows": "x" * 99})
+        make(run.folder, model=changed(MODEL, width=16), data={"corpus": "stories", "rows": "x" * 99 + "/häns"})
     with pytest.raises(RunError, match=r"train\.seed = 0 \(asked for: 7\)\. Use"):
         make(run.folder, train=changed(TRAIN, seed=7))
     with pytest.raises(RunError, match=r"train = .* \(asked for: null\)"):

@@ -246,7 +246,10 @@ def _differences(part: str, there: Any, asked: Any) -> Iterator[str]:
         for name in dict.fromkeys([*there, *asked]):
             yield from _differences(f"{part}.{name}", there.get(name), asked.get(name))
     elif there != asked:
-        old, new = (text if len(text := json.dumps(value)) <= 60 else text[:59] + "…" for value in (there, asked))
+        texts = (json.dumps(value, ensure_ascii=False) for value in (there, asked))
+        old, new = (
+            text if len(text) <= 60 else f"{text[:30]}…{text[-29:]}" for text in texts
+        )  # paths differ at the end
         yield f"{part} = {old} (asked for: {new})"
 
 
