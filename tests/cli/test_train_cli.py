@@ -494,6 +494,15 @@ def test_other_data_for_a_run_is_refused(finished: Path, tmp_path: Path) -> None
     assert_refused(fuselm(other, *TINY, "--out", finished), "data.corpus = ")
 
 
+def test_data_that_was_moved_is_wanted_back(tmp_path: Path) -> None:
+    data = prepared(tmp_path / "data")
+    run = begun_with(data, tmp_path / "run")
+    data.rename(tmp_path / "moved")
+    assert_refused(fuselm("--resume", run), f"{data}, with which it was begun, holds no prepared corpus. Put that back")
+    (tmp_path / "moved").rename(data)
+    assert fuselm("--resume", run, "--device", "cpu", "--samples", "0").exit_code == 0
+
+
 def test_a_corpus_that_is_not_there_is_said_before_the_run_that_is(tmp_path: Path) -> None:
     text, out = tmp_path / "text.txt", tmp_path / "run"
     text.write_text("once upon a time there was a very small story\n" * 400)

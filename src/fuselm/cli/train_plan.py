@@ -296,8 +296,14 @@ def data_folder(run: Run) -> Path:
 def open_data(run: Run) -> dict[str, Shard]:
     """The token files of a run: its own, or the prepared folder it was begun with, unchanged since."""
     from fuselm.data import open_prepared
+    from fuselm.data.readers import MANIFEST
 
     folder = data_folder(run)
+    if not (folder / MANIFEST).is_file():
+        raise ValueError(
+            f"A run keeps its data; {folder}, with which it was begun, holds no prepared corpus. Put that back there, "
+            "or begin a new run."
+        )
     shards = open_prepared(folder)
     for name, value in _found(shards).items():
         if run.data.get(name) != value:
