@@ -162,6 +162,28 @@ def test_one_compilation_serves_other_numbers_of_rows(op_name: str, device: str)
     assert counted.frame_count == 1
 
 
+@compilers_may_warn
+@over_ops
+def test_a_graph_of_dynamic_shapes_may_have_an_op_twice(op_name: str) -> None:
+    problem = problem_of(op_name, one_case(op_name))
+    op = op_of(op_name)
+
+    def learning() -> dict[str, torch.Tensor]:
+        tensors = torch_inputs(problem, "cpu")
+        return {name: x.requires_grad_(name in problem.differentiable) for name, x in tensors.items()}
+
+    for options in ({}, problem.case.options):  # the compiler looks later at numbers that nobody gave
+
+        def twice(first: Any, second: Any, options: Any = options) -> Any:
+            return op(**first, **options), op(**second, **options)
+
+        torch.compiler.reset()
+        compiled = torch.compile(twice, fullgraph=True, dynamic=True, backend="aot_eager")
+        right = as_tuple(op(**learning(), **options))
+        for found in compiled(learning(), learning()):
+            assert all(torch.equal(*pair) for pair in zip(as_tuple(found), right, strict=True))
+
+
 def assert_looks_like(actual: Tensors, real: Tensors, device: str) -> None:
     assert actual.keys() == real.keys()
     for name, tensor in actual.items():

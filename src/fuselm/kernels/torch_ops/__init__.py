@@ -112,6 +112,16 @@ def is_transformed() -> bool:
     return _transforms_active() or forward_ad._current_level >= 0
 
 
+def see_now(*numbers: float) -> None:
+    """Have torch.compile see numbers before it traces a Function that takes them.
+
+    With dynamic shapes a module's or a default number becomes an input of the graph where it is first looked at. Inside
+    of one Function that is an input which the next one cannot have: of two norms the compiler ended in an assertion.
+    """
+    for number in numbers:
+        isinstance(number, bool)
+
+
 def check_are_tensors(op: str, needed: Mapping[str, Any], optional: Mapping[str, Any]) -> None:
     """Refuse the first argument that is no tensor, or none of numbers at regular steps in memory."""
     for name, given in {**needed, **optional}.items():

@@ -27,6 +27,7 @@ from fuselm.kernels.torch_ops import (
     load_cuda,
     refuse_second_gradient,
     register,
+    see_now,
 )
 from fuselm.kernels.torch_ops.cross_entropy_plain import counting, gradient_of, losses_of, parts, wide_dtype
 from fuselm.kernels.torch_ops.places import shares_places
@@ -82,6 +83,7 @@ def cross_entropy(
         if torch.is_grad_enabled() and logits.requires_grad:
             targets = targets.contiguous()
             if compiling:
+                see_now(label_smoothing, z_loss)
                 apply = _TracedCrossEntropy.apply
             elif inplace:
                 _refuse_what_cannot_be_overwritten(logits)

@@ -22,6 +22,7 @@ from fuselm.kernels.torch_ops import (
     load_cuda,
     refuse_second_gradient,
     register,
+    see_now,
 )
 
 # Masks of wanted outputs, for (y, residual_out, rstd) and (dx, dresidual, dweight).
@@ -54,7 +55,9 @@ def rms_norm(
     try:
         round_first = _ROUND_FIRST[cast_mode]
         eps_value = contract.DEFAULT_EPS if eps is None else eps
-        if not compiling and not type(eps_value) is type(offset) is float:  # a launcher would convert them
+        if compiling:
+            see_now(eps_value, offset)
+        elif not type(eps_value) is type(offset) is float:  # a launcher would convert them
             _check(x, weight, residual, eps, offset, cast_mode)
         if torch.is_grad_enabled() and (
             x.requires_grad

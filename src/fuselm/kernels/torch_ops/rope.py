@@ -35,7 +35,7 @@ from fuselm.kernels.torch_ops.places import share_places, shares_places
 _Q, _K, _OF_Q, _OF_K = 1, 2, 4, 8
 _BOTH = _Q | _K
 _NO_OUTPUTS = 0
-_EPS = contract.DEFAULT_EPS
+_EPS = contract.DEFAULT_EPS  # and a literal where torch.compile would read it: see see_now()
 _LEAST_EPS, _MOST_EPS = norms.SMALLEST_EPS, norms.LARGEST_FP32
 
 
@@ -79,7 +79,7 @@ def rope(
             learns = q_weight.requires_grad or k_weight.requires_grad  # type: ignore[union-attr]
         learns = learns and torch.is_grad_enabled()
         if learns or inplace or normed or compiling or interleaved or positions is not None or eps is not None:
-            given = (q, k, cos, sin, positions, q_weight, k_weight, _EPS if eps is None else eps, interleaved)
+            given = (q, k, cos, sin, positions, q_weight, k_weight, 2.0**-23 if eps is None else eps, interleaved)
             if learns:
                 return _with_gradients(given, normed, inplace, compiling)
             if inplace:
@@ -265,7 +265,7 @@ class _Rope(torch.autograd.Function):
         interleaved: bool,
         inplace: bool,
     ) -> tuple[Tensor, Tensor]:
-        given = (q, k, cos, sin, positions, None, None, _EPS, interleaved, False)
+        given = (q, k, cos, sin, positions, None, None, 1.0, interleaved, False)
         if inplace:
             _inplace(*given, _NO_OUTPUTS)
             ctx.mark_dirty(q, k)
@@ -319,7 +319,7 @@ def _turned_back(ctx: Any, dq_out: Tensor | None, dk_out: Tensor | None) -> tupl
     with torch.no_grad():
         first = dq_out if wanted & _Q else _no_heads(some)
         second = dk_out if wanted & _K else _no_heads(some)
-        dq, dk, _, _ = _forward(first, second, *ctx.saved_tensors, None, None, _EPS, ctx.interleaved, True, wanted)
+        dq, dk, _, _ = _forward(first, second, *ctx.saved_tensors, None, None, 1.0, ctx.interleaved, True, wanted)
     if torch.is_grad_enabled():
         dq, dk = refuse_second_gradient("rope", [dq, dk], [dq_out, dk_out])
     return dq, dk

@@ -24,6 +24,7 @@ from fuselm.kernels.torch_ops import (
     load_cuda,
     refuse_second_gradient,
     register,
+    see_now,
 )
 
 _FIRST = 1  # mask of wanted outputs: both raw ops have one
@@ -47,6 +48,8 @@ def softmax(x: Tensor, *, scale: float = _SCALE, causal: bool = False, mask: Ten
         given = not compiling and (causal is not False or scale is not _SCALE)
         if given and (type(causal) is not bool or type(scale) is not float):  # a launcher would convert them
             _check(x, mask, scale, causal)
+        elif compiling:
+            see_now(scale)
         if (x.requires_grad or (mask is not None and mask.requires_grad)) and torch.is_grad_enabled():
             y: Tensor = (_Softmax.apply if compiling else _apply)(x, mask, scale, causal)
         elif given or compiling or mask is not None:
