@@ -222,6 +222,16 @@ def test_compiled_without_a_break_a_repeated_tensor_learns_the_same(op: str, x_s
     assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
 
 
+@of_each_op
+@pytest.mark.filterwarnings("default")
+def test_compiled_a_tensor_may_meet_itself_too(op: str) -> None:
+    torch.compiler.reset()
+    compiled = torch.compile(getattr(ops, op), fullgraph=True, backend="aot_eager")
+    x = torch.linspace(-2, 3, 24).reshape(3, 8).requires_grad_()
+    (found,) = torch.autograd.grad(compiled(x, x), x, torch.ones(3, 8))
+    assert torch.equal(found, torch.full((3, 8), 2.0) if op == "add" else 2 * x)
+
+
 @pytest.mark.parametrize("wanted", ["x", "y", "xy"])
 def test_mul_keeps_only_what_a_gradient_needs(wanted: str) -> None:
     leaves = {name: torch.randn(3, 8).requires_grad_(name in wanted) for name in "xy"}

@@ -39,6 +39,8 @@ def add(x: Tensor, y: Tensor, *, scale: float = _SCALE) -> Tensor:
         # A launcher would convert it. A compiler's numbers have types of its own: there only a bool is known to be one.
         if scale is not _SCALE and type(scale) is not float and (not compiling or isinstance(scale, bool)):
             _check(x, y, scale)
+        if compiling and x is y:  # of which a Function may have one only
+            y = x.view_as(x)
         if (x.requires_grad or y.requires_grad) and torch.is_grad_enabled():
             out: Tensor = (_Add.apply if compiling else _apply)(x, y, scale)
         elif compiling:

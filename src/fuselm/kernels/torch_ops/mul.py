@@ -36,6 +36,8 @@ def mul(x: Tensor, y: Tensor) -> Tensor:
         return mul_reference(x, y)
     # The fast path asks nothing it need not: the launcher refuses bad input, and only then check() looks for the words.
     try:
+        if compiling and x is y:  # of which a Function may have one only
+            y = x.view_as(x)
         if (x.requires_grad or y.requires_grad) and torch.is_grad_enabled():
             out: Tensor = (_Mul.apply if compiling else _apply)(x, y)
         else:
