@@ -25,7 +25,7 @@ demo: $(STAMP) ## Look at this machine, then train a model that tells stories: t
 
 TEST := $(BIN)/python -m pytest -m "not gpu and not slow" --numprocesses auto --maxprocesses 8
 
-EMULATED := $(addprefix tests/,$(addprefix kernels/,test_generic_torch.py test_emulated.py test_adamw.py test_global_norm.py) \
+EMULATED := $(addprefix tests/,$(addprefix kernels/,test_generic_torch.py test_emulated.py test_adamw.py test_global_norm.py test_distributed.py) \
   test_optim_narrow.py torchlm/test_model.py torchlm/test_step.py)
 
 test: $(STAMP) ## Run every test that needs no GPU, on every core (8 at most), then those of the kernels on a CPU

@@ -169,6 +169,12 @@ def cannot_overwrite(which: str, name: str, tensor: TensorInfo | None) -> Refuse
     return refuse(rule, f"{which} {tensor}, of which several share one", f"Pass {name} that are cloned.")
 
 
+def spread_otherwise(which: str, name: str) -> RefusedInput:
+    """The words for a DTensor that is to be written over and has other elements on a rank than its parameter."""
+    rule = f"adamw: each of {name} must be spread over ranks as its parameter is"
+    return refuse(rule, f"{which} spread otherwise", f"Make {name} by torch.zeros_like of parameters.")
+
+
 def _check_like(which: str, name: str, tensor: TensorInfo, param: TensorInfo) -> None:
     if tensor.shape != param.shape or tensor.device != param.device:
         where, there = (f" on {info.device}" if info.device else "" for info in (tensor, param))

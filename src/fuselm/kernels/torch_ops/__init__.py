@@ -21,6 +21,7 @@ from torch.autograd import forward_ad
 
 from fuselm.kernels import build
 from fuselm.kernels.spec import RefusedInput, TensorInfo, refuse
+from fuselm.kernels.torch_ops.distributed import is_distributed
 
 _LIBRARY = torch.library.Library("fuselm", "FRAGMENT")
 _PLAIN: dict[str, Callable[..., Any]] = {}
@@ -128,6 +129,9 @@ def check_are_tensors(op: str, needed: Mapping[str, Any], optional: Mapping[str,
         if isinstance(given, torch.Tensor):
             if given.layout is not torch.strided or given.is_nested:
                 raise _other_layout(op, name, given)
+            if is_distributed(given):
+                remedy = f"Pass {name}.to_local() or {name}.full_tensor(), or use torch's own op."
+                raise refuse(f"{op}: {name} must be a tensor that lies here whole", "a DTensor", remedy)
             continue
         if given is None and name in optional:
             continue

@@ -10,6 +10,7 @@ memory, by torch's foreach ops.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -20,6 +21,7 @@ from torch.compiler import is_compiling
 
 from fuselm.kernels import adamw as contract
 from fuselm.kernels.torch_ops import check_are_tensors, fills_memory, info, is_on_gpu, load_cuda, register
+from fuselm.kernels.torch_ops.distributed import any_distributed, is_spread_as, part_here
 from fuselm.kernels.torch_ops.places import shares_places
 
 # Of masters there are none, or one for each parameter.
@@ -51,9 +53,14 @@ def adamw(
     parameter that has none: they are stepped, and the parameters become what they round to, whatever those were before
     (so an fp32 parameter wants none). `grad_scale` is a 0-dim tensor that multiplies every gradient. `skip` is a 0-dim
     bool tensor: where it is true nothing changes, whatever the gradients are; without a kernel an eager call with
-    `skip` waits for the device. A tensor's new bits do not depend on which other tensors are in the lists.
+    `skip` waits for the device. A tensor's new bits do not depend on which other tensors are in the lists. Of DTensors,
+    as FSDP2 makes, each rank steps what it has; gradients come to lie as their parameters do.
     """
     lists: _Lists = (list(params), list(grads), list(exp_avgs), list(exp_avg_sqs), list(masters or ()))
+    if not is_compiling() and any_distributed(lists[0]):
+        options: Any = {"step": step, "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        _step_parts(adamw, lists, grad_scale, skip, options)
+        return
     table = _Table.of(len(lists[0]), step, lr, betas, eps, weight_decay)
     grad_scale, skip = contract.of_numpy(grad_scale), contract.of_numpy(skip)
     if is_compiling() or not (lists[0] and is_on_gpu(lists[0][0])):
@@ -68,7 +75,7 @@ def adamw(
     _check(lists, table, grad_scale, skip)
     # No CUDA implementation yet: these are the first CUDA tensors.
     if isinstance(error, NotImplementedError) and load_cuda():
-        options: Any = {"step": step, "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        options = {"step": step, "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         adamw(*lists[:4], masters=lists[4], grad_scale=grad_scale, skip=skip, **options)
         return
     regular = [index for index in range(len(lists[0])) if _is_regular(lists, index)]
@@ -84,6 +91,9 @@ def adamw_reference(*lists: Any, masters: Sequence[Tensor] | None = None, **opti
     """The same by torch's foreach ops, on every device: the yardstick for errors."""
     given: _Lists = (*(list(tensors) for tensors in lists), list(masters or ()))  # type: ignore[assignment]
     grad_scale, skip = options.pop("grad_scale", None), options.pop("skip", None)
+    if not is_compiling() and any_distributed(given[0]):
+        _step_parts(adamw_reference, given, grad_scale, skip, options)
+        return
     defaults = {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
     table = _Table.of(len(given[0]), **{**defaults, **options})
     _check(given, table, grad_scale, skip)
@@ -172,6 +182,23 @@ def _check_places(lists: _Lists) -> None:
         for index, tensor in enumerate(tensors if odd else ()):
             if shares_places(tensor):
                 raise contract.cannot_overwrite(f"{name}[{index}]", name, info(tensor))
+
+
+# --- DTensors ---------------------------------------------------------------------------------------------------------
+
+
+def _step_parts(step: Any, lists: _Lists, grad_scale: Any, skip: Any, options: Any) -> None:
+    """Step what lies here of each parameter."""
+    for name, tensors in zip(_NAMES, lists, strict=True):
+        if name == "grads":  # what is only read may come from elsewhere
+            continue
+        for index, (tensor, param) in enumerate(zip(tensors, lists[0], strict=False)):
+            if isinstance(tensor, Tensor) and tensor.numel() and not is_spread_as(tensor, param):
+                raise contract.spread_otherwise(f"{name}[{index}]", name)
+    # As long as they came, whose words the contract has.
+    here = [[part_here(*pair) for pair in itertools.zip_longest(one, lists[0])][: len(one)] for one in lists]
+    step(*here[:4], masters=here[4], grad_scale=part_here(grad_scale, None), skip=part_here(skip, None), **options)
+    torch.autograd.graph.increment_version([*lists[0], *lists[2], *lists[3], *lists[4]])
 
 
 # --- one launch -------------------------------------------------------------------------------------------------------

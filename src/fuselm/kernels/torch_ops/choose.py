@@ -24,7 +24,7 @@ from typing import Any
 IMPLS = ("auto", "fused", "torch")
 HERE = Path(__file__).parent
 # What ops share; what one has besides.
-SHARED = {"__init__", "choose", "activations", "elementwise", "places"}
+SHARED = {"__init__", "choose", "activations", "elementwise", "places", "distributed"}
 NOT_OPS = SHARED | {"blocks", "pieces", "weight_sum", "cross_entropy_plain"}
 
 # An op that is another one of views, in a pass less, is what that one is unless somebody says otherwise.

@@ -18,6 +18,7 @@ from torch.compiler import is_compiling
 from fuselm.kernels.adamw import NORM_CHUNK
 from fuselm.kernels.spec import refuse
 from fuselm.kernels.torch_ops import check_are_tensors, fills_memory, is_on_gpu, load_cuda, register
+from fuselm.kernels.torch_ops.distributed import any_distributed, norm_of_parts
 
 _FIRST = 1
 _SUMMED = (torch.float32, torch.float16, torch.bfloat16)  # what the kernel takes
@@ -28,7 +29,8 @@ def global_norm(tensors: Iterable[Tensor]) -> Tensor:
     """A 0-dim fp32 tensor on the first tensor's device; 0 of no tensors. One tensor by itself is a list of one.
 
     Sums are fp32, or float64 where a tensor is; the same bits every time for the same tensors in the same order. A NaN
-    or an infinity anywhere makes the norm NaN or infinite.
+    or an infinity anywhere makes the norm NaN or infinite. Of DTensors it is the norm of all there is of them on all
+    ranks, each of which must ask for it, in a plain tensor.
     """
     return _with_words(_norm_of, tensors)
 
@@ -46,7 +48,7 @@ def _with_words(norm: Callable[[list[Tensor]], Tensor], tensors: Any) -> Tensor:
     if is_compiling():
         return _by_foreach(given)
     try:
-        return norm(given)
+        return norm_of_parts(norm, given) if any_distributed(given) else norm(given)
     except RuntimeError:
         _check(given)  # only now: each question to each tensor would cost host time
         raise
