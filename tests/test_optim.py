@@ -9,6 +9,7 @@ import copy
 import io
 import math
 import shutil
+import weakref
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
@@ -329,6 +330,28 @@ def test_a_loaded_state_of_16_bit_parameters_keeps_its_fp32_digits() -> None:
     before = [t.clone() for t in states(optimizer, params)]
     train(fresh, again, range(1))
     assert_equal(states(optimizer, params), before)
+
+
+def test_hooks_may_make_the_state_that_is_loaded_and_see_it_whole() -> None:
+    params, again = parameters(torch.bfloat16), parameters(torch.bfloat16)
+    optimizer, fresh = AdamW(params, master_weights=True), AdamW(again, master_weights=True)
+    train(optimizer, params, range(3))
+    seen: list[Any] = []
+    fresh.register_load_state_dict_pre_hook(lambda _, wrapped: wrapped["optimizer"])
+    fresh.register_load_state_dict_post_hook(lambda one: seen.extend(t.clone() for t in states(one, again)))
+    fresh.load_state_dict({"optimizer": optimizer.state_dict()})
+    assert_equal(states(fresh, again), states(optimizer, params))
+    assert_equal(seen, states(optimizer, params))
+    assert_equal(*([one.state[p]["master"] for p in own] for one, own in ((fresh, again), (optimizer, params))))
+
+
+def test_loading_a_state_lets_go_of_the_one_before() -> None:
+    params = parameters()
+    optimizer = AdamW(params)
+    train(optimizer, params, range(2))
+    before = weakref.ref(optimizer.state[params[0]]["exp_avg"])
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert before() is None
 
 
 def test_a_deep_copy_steps_as_the_original() -> None:

@@ -45,6 +45,7 @@ class AdamW(torch.optim.Optimizer):
     _compiled: Any = None  # what `compile` has made; not part of a copy or a state
     _narrowed: Mapping[Tensor, _Narrow] = MappingProxyType({})  # by parameter; neither are these
     _counted: tuple[dict[str, Any], ...] = ()  # the states that the last step has counted
+    _loading: Any = None  # the state dict that is being loaded, as hooks have left it
     impl = "auto"
 
     def __init__(
@@ -239,21 +240,35 @@ class AdamW(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's, for the state of this optimizer or of torch's AdamW; averages keep their fp32 digits."""
+        # Behind the hooks that others have registered, which may make another state of it.
+        last = self.register_load_state_dict_pre_hook(lambda _, given: self._with_own_options(given))
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            last.remove()
+            self._loading = None
+
+    def _with_own_options(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         groups = state_dict["param_groups"]
         if len(groups) == len(self.param_groups):  # else torch has words for it
             own = [{"master_weights": group["master_weights"]} for group in self.param_groups]  # torch's have none
             groups = [{**mine, **saved} for mine, saved in zip(own, groups, strict=True)]
-        super().load_state_dict({**state_dict, "param_groups": groups})
-        ours = [param for group in self.param_groups for param in group["params"]]
-        saved = [index for group in state_dict["param_groups"] for index in group["params"]]
+        self._loading = {**state_dict, "param_groups": groups}
+        return self._loading
+
+    def _take_digits_again(self, given: dict[str, Any]) -> None:
+        """Averages and masters as they were saved: torch has cast them to the parameter's dtype."""
+        ours = [param for group in given["param_groups"] for param in group["params"]]
+        saved = [index for group in self._loading["param_groups"] for index in group["params"]]
         for param, index in zip(ours, saved, strict=True):
-            dtype = _state_dtype(param)
-            if dtype != param.dtype:  # torch has cast these to the parameter's dtype: take them again
-                for name in self.state.get(param, {}).keys() & {"exp_avg", "exp_avg_sq", "master"}:
-                    self.state[param][name] = state_dict["state"][index][name].to(param.device, dtype, copy=True)
-                # One in 16 bits has been through torch's AdamW, which carries it along while the parameter moves on.
-                if "master" in self.state.get(param, {}) and state_dict["state"][index]["master"].dtype != dtype:
-                    del self.state[param]["master"]
+            dtype, state = _state_dtype(param), given["state"].get(param, {})
+            if dtype == param.dtype:
+                continue
+            for name in state.keys() & {"exp_avg", "exp_avg_sq", "master"}:
+                state[name] = self._loading["state"][index][name].to(param.device, dtype, copy=True)
+            # One in 16 bits has been through torch's AdamW, which carries it along while the parameter moves on.
+            if "master" in state and self._loading["state"][index]["master"].dtype != dtype:
+                del state["master"]
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "impl": self.impl}
@@ -268,6 +283,9 @@ class AdamW(torch.optim.Optimizer):
         for values in state["state"].values():
             if "step" in values:  # torch's fused and capturable ones count on the device
                 values["step"] = _step_count(float(values["step"]))
+        if self._loading is not None:
+            self._take_digits_again(state)
+        self._counted = ()  # the states that were, and all memory of theirs
         super().__setstate__(state)
 
 
