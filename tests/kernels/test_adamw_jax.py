@@ -338,6 +338,8 @@ def test_an_fp32_leaf_becomes_what_its_master_is_whatever_it_was(jax: ModuleType
         ({"eps": LEAF}, "eps must be a Python number"),
         ({"weight_decay": [0.1, 0.2]}, "weight_decay must be a pytree of params' form"),
         ({"weight_decay": [LEAF]}, "weight_decay must be a Python number"),
+        ({"weight_decay": True}, "weight_decay must be a Python number; got weight_decay of type bool"),
+        ({"weight_decay": np.float32(0.1)}, "weight_decay must be a Python number; got weight_decay of type float32"),
         ({"lr": LEAF[0]}, r"lr must be a number or a 0-dim tensor; got lr float32\[3\]"),
         ({"lr": np.float32(-1)}, r"lr must be a number, 0 or more, or a 0-dim tensor; got np.float32\(-1.0\)"),
         ({"grad_scale": LEAF[0]}, r"grad_scale must be a number or a 0-dim tensor; got grad_scale float32\[3\]"),
@@ -345,7 +347,7 @@ def test_an_fp32_leaf_becomes_what_its_master_is_whatever_it_was(jax: ModuleType
         ({"skip": LEAF[0] > 0}, r"skip must be a number or a 0-dim tensor; got skip bool\[3\]"),
         ({"skip": "no"}, "skip must be a number or a 0-dim tensor; got a str"),
     ],
-    ids=range(29),
+    ids=range(31),
 )
 def test_the_op_refuses_with_a_reason_and_a_remedy(change: dict[str, Any], words: str, jax: ModuleType) -> None:
     state = fused().adamw_init([LEAF])

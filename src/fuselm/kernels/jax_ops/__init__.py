@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -47,6 +47,31 @@ def check_are_arrays(op: str, needed: Mapping[str, Any], optional: Mapping[str, 
         if not is_array(given) and not (given is None and name in optional):
             rule = f"{op}: {name} must be a jax or numpy array"
             raise refuse(rule, f"a {type(given).__name__}", f"Pass jnp.asarray({name}).")
+
+
+def alike_over_mesh(*arrays: Any) -> tuple[Any, ...]:
+    """Arrays as they vary together over a mesh: inside of shard_map an argument's gradient must vary as it does.
+
+    JAX's own ops do so by themselves, custom_vjp does not. What is one for all devices, as a weight beside rows that
+    are spread over them, is said to vary, and then JAX adds up its gradient over the devices.
+    """
+    axes = axes_over_mesh(arrays)
+    return tuple(_varying(array, axes) for array in arrays) if axes else arrays
+
+
+def axes_over_mesh(arrays: Iterable[Any]) -> frozenset[Any]:
+    """The axes of a mesh over which any of the arrays varies; none outside of shard_map."""
+    found: frozenset[Any] = frozenset()
+    for array in arrays:
+        if isinstance(array, jax.Array):
+            kind: Any = jax.typeof(array)
+            found |= kind.vma if hasattr(kind, "vma") else kind.mat.varying  # in JAX 0.9, and since
+    return found
+
+
+def _varying(array: Any, axes: frozenset[Any]) -> Any:
+    missing = () if array is None else tuple(sorted(axes - axes_over_mesh([array]), key=str))
+    return jax.lax.pcast(array, missing, to="varying") if missing else array
 
 
 def once_differentiable(op: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -115,17 +140,23 @@ def call(
     if not _registered(name):
         return plain(*given)
 
-    scratch = _workspace(name, given[0].shape)
+    scratch, axes = _workspace(name, given[0].shape), axes_over_mesh(given)
+    given = alike_over_mesh(*given)
 
     def fused(*arrays: Any) -> tuple[Any, ...]:
         wanted = [*results, jax.ShapeDtypeStruct((scratch,), jnp.uint8)] if scratch else [*results]
+        if axes:  # what is made of what varies does so, too
+            wanted = jax.eval_shape(lambda: [_varying(jnp.zeros(one.shape, one.dtype), axes) for one in wanted])
         target = jax.ffi.ffi_call(
             f"fuselm_{name}", wanted, vmap_method="sequential", input_output_aliases=dict(aliases or {})
         )
         made = target(*arrays, scalars=np.asarray(scalars, np.float64))
         return tuple(made[: len(results)])
 
-    chosen: tuple[Any, ...] = jax.lax.platform_dependent(*given, cuda=fused, default=plain)
+    def formula(*arrays: Any) -> tuple[Any, ...]:
+        return tuple(_varying(one, axes) for one in plain(*arrays))
+
+    chosen: tuple[Any, ...] = jax.lax.platform_dependent(*given, cuda=fused, default=formula)
     return chosen
 
 

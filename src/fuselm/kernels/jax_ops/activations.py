@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from fuselm.kernels.jax_ops import call, once_differentiable
+from fuselm.kernels.jax_ops import alike_over_mesh, call, once_differentiable
 from fuselm.kernels.jax_ops.folding import in_front
 
 Options = tuple[bool, ...]
@@ -161,7 +161,7 @@ def apart(op: str, value: Formula, slope: Formula) -> Callable[[Any, Any, Option
         lambda gate, up, options: (forward(options)(gate, up)[0], (gate, up)),
         lambda options, saved, dy: backward(options)(dy, *saved),
     )
-    return run
+    return lambda gate, up, options: run(*alike_over_mesh(gate, up), options)
 
 
 # ---- raw calls -----------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from fuselm.kernels import adamw as contract
-from fuselm.kernels.jax_ops import as_listed, call, check_are_arrays, info, is_absent
+from fuselm.kernels.jax_ops import as_listed, axes_over_mesh, call, check_are_arrays, info, is_absent
 from fuselm.kernels.spec import check_number, refuse
 
 
@@ -121,7 +121,8 @@ def _infos(arrays: list[Any]) -> Any:
 
 def _decays(weight_decay: Any, form: Any) -> list[float]:
     """A weight decay for each leaf."""
-    if isinstance(weight_decay, int | float):
+    if jax.tree_util.treedef_is_leaf(jax.tree.structure(weight_decay)):
+        check_number("adamw", "weight_decay", weight_decay)
         return [float(weight_decay)] * form.num_leaves
     leaves = _leaves("weight_decay", weight_decay, form)
     for leaf in leaves:
@@ -142,12 +143,17 @@ def _step_filled(
     written = [params, exp_avgs, exp_avg_sqs, masters]
     if not there:
         return written
-    given = [[as_listed(one[index]) for index in there] if one else [] for one in lists]
-    made = _step([*given, *more], groups, tuple(whose[index] for index in there))
     new = [list(one) for one in written]
-    for place, changed in zip(new, made, strict=True):
-        for index, array in zip(there if place else [], changed, strict=True):
-            place[index] = array.reshape(place[index].shape)
+    # Inside of shard_map what a launch makes varies as all that it is given: a launch for leaves that vary alike.
+    alike: dict[Any, list[int]] = {}
+    for index in there:
+        alike.setdefault(axes_over_mesh(one[index] for one in lists if one), []).append(index)
+    for indices in alike.values():
+        given = [[as_listed(one[index]) for index in indices] if one else [] for one in lists]
+        made = _step([*given, *more], groups, tuple(whose[index] for index in indices))
+        for place, changed in zip(new, made, strict=True):
+            for index, array in zip(indices if place else [], changed, strict=True):
+                place[index] = array.reshape(place[index].shape)
     return new
 
 

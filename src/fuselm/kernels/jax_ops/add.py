@@ -16,6 +16,7 @@ import jax
 
 from fuselm.kernels import add as contract
 from fuselm.kernels.elementwise import is_row
+from fuselm.kernels.jax_ops import alike_over_mesh
 from fuselm.kernels.jax_ops.elementwise import broadcasting, columns, gradients, infos, summed_to
 from fuselm.kernels.spec import TensorInfo
 
@@ -35,6 +36,7 @@ def add(x: jax.Array, y: jax.Array, *, scale: float = 1.0) -> Any:
     """
     x_info, y_info = infos(contract.NAME, contract.SIGN, x, y)
     contract.check(x_info, y_info, scale)
+    x, y = alike_over_mesh(x, y)
     return _add(x, y, _Options(float(scale), x_info, y_info))
 
 

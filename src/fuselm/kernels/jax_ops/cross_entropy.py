@@ -19,7 +19,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from fuselm.kernels import cross_entropy as contract
-from fuselm.kernels.jax_ops import ABSENT, absent, call, check_are_arrays, info, is_absent, once_differentiable
+from fuselm.kernels.jax_ops import (
+    ABSENT,
+    absent,
+    alike_over_mesh,
+    call,
+    check_are_arrays,
+    info,
+    is_absent,
+    once_differentiable,
+)
 from fuselm.kernels.jax_ops.folding import in_front, one_by_one
 
 Options = tuple[int, float, float, float, str]  # ignore_index, label_smoothing, z_loss, softcap (0: none), reduction
@@ -55,7 +64,7 @@ def cross_entropy(
         refuse_strays(contract.NAME, np.asarray(targets), logits.shape[-1], ignore_index)
     cap = 0.0 if softcap is None else float(softcap)
     options = (int(ignore_index), float(label_smoothing), float(z_loss), cap, reduction)
-    return _cross_entropy(logits, targets, options, bool(inplace))
+    return _cross_entropy(*alike_over_mesh(logits, targets), options, bool(inplace))
 
 
 def refuse_strays(op: str, targets: np.ndarray, width: int, ignore_index: int) -> None:

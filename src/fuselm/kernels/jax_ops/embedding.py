@@ -19,7 +19,16 @@ import jax
 import jax.numpy as jnp
 
 from fuselm.kernels import embedding as contract
-from fuselm.kernels.jax_ops import ABSENT, absent, call, check_are_arrays, info, is_absent, once_differentiable
+from fuselm.kernels.jax_ops import (
+    ABSENT,
+    absent,
+    alike_over_mesh,
+    call,
+    check_are_arrays,
+    info,
+    is_absent,
+    once_differentiable,
+)
 from fuselm.kernels.jax_ops.folding import in_front, one_by_one
 from fuselm.kernels.spec import TensorInfo
 
@@ -56,7 +65,8 @@ def embedding(
     if position_weight is not None and positions is None and not ids.ndim:
         positions = jnp.zeros((), jnp.int32)  # for vmap, which gives the id an axis that is none of tokens
     tables = _Tables(weight_info, places_info)
-    return _embedding(ids, weight, position_weight, positions, name or weight_info.dtype, tables)
+    given = alike_over_mesh(ids, weight, position_weight, positions)
+    return _embedding(*given, name or weight_info.dtype, tables)
 
 
 def _name(dtype: Any) -> str | None:

@@ -17,7 +17,16 @@ import jax
 import jax.numpy as jnp
 
 from fuselm.kernels import layer_norm as contract
-from fuselm.kernels.jax_ops import ABSENT, absent, call, check_are_arrays, info, is_absent, once_differentiable
+from fuselm.kernels.jax_ops import (
+    ABSENT,
+    absent,
+    alike_over_mesh,
+    call,
+    check_are_arrays,
+    info,
+    is_absent,
+    once_differentiable,
+)
 from fuselm.kernels.jax_ops.folding import in_front, one_by_one
 
 
@@ -37,7 +46,7 @@ def layer_norm(
     x_info = info(x)
     assert x_info is not None
     contract.check(x_info, info(weight), info(bias), info(residual), eps)
-    y, residual_out = _layer_norm(x, weight, bias, residual, float(eps))
+    y, residual_out = _layer_norm(*alike_over_mesh(x, weight, bias, residual), float(eps))
     return y if residual is None else (y, residual_out)
 
 

@@ -22,6 +22,7 @@ from fuselm.kernels import linear_cross_entropy as contract
 from fuselm.kernels.jax_ops import (
     ABSENT,
     absent,
+    alike_over_mesh,
     call,
     check_are_arrays,
     info,
@@ -85,7 +86,8 @@ def linear_cross_entropy(
         rows_loss.refuse_strays(contract.NAME, np.asarray(targets), weight.shape[0], ignore_index)
     limit = contract.DEFAULT_MAX_BYTES if max_bytes is None else max_bytes
     numbers = (int(ignore_index), float(label_smoothing), float(z_loss), float(softcap or 0.0))
-    return _linear_cross_entropy(hidden, weight, targets, bias, _Options(*numbers, reduction, limit))
+    given = alike_over_mesh(hidden, weight, targets, bias)
+    return _linear_cross_entropy(*given, _Options(*numbers, reduction, limit))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))

@@ -15,6 +15,7 @@ import jax
 
 from fuselm.kernels import mul as contract
 from fuselm.kernels.elementwise import is_row
+from fuselm.kernels.jax_ops import alike_over_mesh
 from fuselm.kernels.jax_ops.elementwise import broadcasting, columns, gradients, infos, summed_to
 
 
@@ -24,7 +25,7 @@ def mul(x: jax.Array, y: jax.Array) -> Any:
     A number is no array: x * 2.0 needs no op.
     """
     contract.check(*infos(contract.NAME, contract.SIGN, x, y))
-    return _mul(x, y)
+    return _mul(*alike_over_mesh(x, y))
 
 
 @jax.custom_vjp

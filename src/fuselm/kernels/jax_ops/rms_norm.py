@@ -16,7 +16,16 @@ import jax
 import jax.numpy as jnp
 
 from fuselm.kernels import rms_norm as contract
-from fuselm.kernels.jax_ops import ABSENT, absent, call, check_are_arrays, info, is_absent, once_differentiable
+from fuselm.kernels.jax_ops import (
+    ABSENT,
+    absent,
+    alike_over_mesh,
+    call,
+    check_are_arrays,
+    info,
+    is_absent,
+    once_differentiable,
+)
 from fuselm.kernels.jax_ops.folding import in_front, one_by_one
 
 Scalars = tuple[float, float, bool]  # eps, offset, round_first
@@ -41,7 +50,7 @@ def rms_norm(
     assert x_info is not None
     contract.check(x_info, info(weight), info(residual), eps, offset, cast_mode)
     scalars = (contract.DEFAULT_EPS if eps is None else float(eps), float(offset), cast_mode == "llama")
-    y, residual_out = _rms_norm(x, weight, residual, scalars)
+    y, residual_out = _rms_norm(*alike_over_mesh(x, weight, residual), scalars)
     return y if residual is None else (y, residual_out)
 
 

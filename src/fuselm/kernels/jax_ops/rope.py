@@ -18,7 +18,16 @@ import jax
 import jax.numpy as jnp
 
 from fuselm.kernels import rope as contract
-from fuselm.kernels.jax_ops import ABSENT, absent, call, check_are_arrays, info, is_absent, once_differentiable
+from fuselm.kernels.jax_ops import (
+    ABSENT,
+    absent,
+    alike_over_mesh,
+    call,
+    check_are_arrays,
+    info,
+    is_absent,
+    once_differentiable,
+)
 from fuselm.kernels.jax_ops.folding import in_front, one_by_one
 
 
@@ -54,7 +63,8 @@ def rope(
     known: dict[str, Any] = {name: info(array) for name, array in {**needed, **optional}.items()}
     contract.check(**known, eps=eps, interleaved=interleaved)
     options = _Options(contract.DEFAULT_EPS if eps is None else float(eps), interleaved)
-    made: tuple[jax.Array, jax.Array] = _rope(q, k, cos, sin, positions, q_weight, k_weight, options)
+    given = alike_over_mesh(q, k, cos, sin, positions, q_weight, k_weight)
+    made: tuple[jax.Array, jax.Array] = _rope(*given, options)
     return made
 
 

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from fuselm.kernels import rope_qkv as contract
-from fuselm.kernels.jax_ops import call, check_are_arrays, info, once_differentiable
+from fuselm.kernels.jax_ops import alike_over_mesh, call, check_are_arrays, info, once_differentiable
 from fuselm.kernels.jax_ops import rope as turning
 from fuselm.kernels.jax_ops.folding import in_front, one_by_one
 
@@ -39,7 +39,8 @@ def rope_qkv(
     known: dict[str, Any] = {name: info(array) for name, array in given.items()}
     contract.check(**known, kv_heads=kv_heads, interleaved=interleaved)
     heads = contract.heads_of(qkv.shape[2], kv_heads)[1]
-    made: tuple[jax.Array, jax.Array, jax.Array] = _rope_qkv(qkv, cos, sin, positions, heads, interleaved)
+    given_alike = alike_over_mesh(qkv, cos, sin, positions)
+    made: tuple[jax.Array, jax.Array, jax.Array] = _rope_qkv(*given_alike, heads, interleaved)
     return made
 
 

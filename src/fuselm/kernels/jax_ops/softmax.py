@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from fuselm.kernels import softmax as contract
-from fuselm.kernels.jax_ops import absent, call, check_are_arrays, info, is_absent, once_differentiable
+from fuselm.kernels.jax_ops import absent, alike_over_mesh, call, check_are_arrays, info, is_absent, once_differentiable
 from fuselm.kernels.spec import TensorInfo
 
 
@@ -41,7 +41,7 @@ def softmax(x: jax.Array, *, scale: float = 1.0, causal: bool = False, mask: jax
     x_info, mask_info = info(x), info(mask)
     assert x_info is not None
     contract.check(x_info, mask_info, scale, causal)
-    return _softmax(x, mask, _Options(float(scale), causal, mask_info))
+    return _softmax(*alike_over_mesh(x, mask), _Options(float(scale), causal, mask_info))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
