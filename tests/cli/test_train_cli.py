@@ -122,16 +122,23 @@ def test_the_same_command_again_finds_nothing_left_to_do(data: Path, tmp_path: P
     assert answers[0]["best_loss"] == answers[1]["best_loss"]
 
 
-def test_a_run_from_before_graphs_were_left_to_fuselm_goes_on_as_it_was_begun(data: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "was"), [("cuda_graph", False), ("log_every", 10), ("eval_every", 5)])
+def test_a_run_that_was_fitted_otherwise_when_it_was_begun_goes_on_so(
+    name: str, was: Any, data: Path, tmp_path: Path
+) -> None:
+    """What nobody has asked for is no reason to refuse the command that began a run."""
     out = tmp_path / "run"
-    command = (data, *TINY, "--out", out, "--samples", "0")
+    command = (data, *SHAPE[:-2], "--steps", "6", "--set", "sample_every=0", "--out", out, "--samples", "0")
     assert fuselm(*command).exit_code == 0
     config = json.loads((out / "config.json").read_text())
-    assert config["train"]["cuda_graph"] is None
-    config["train"]["cuda_graph"] = False
+    assert config["train"][name] != was
+    config["train"][name] = was
     (out / "config.json").write_text(json.dumps(config))
     again = fuselm(*command)
     assert again.exit_code == 0, again.output
+    if name != "cuda_graph":  # which a CPU has not
+        other = fuselm(*command, "--set", f"{name}=2")
+        assert (other.exit_code, f"train.{name}" in other.stderr) == (1, True)
 
 
 def test_json_is_the_last_line_and_has_the_best_loss(data: Path, tmp_path: Path) -> None:
@@ -212,7 +219,7 @@ def test_a_short_run_validates_for_no_longer_than_it_trains(
 def test_a_run_as_long_as_its_presets_evaluates_as_often(tmp_path: Path) -> None:
     for steps in (5000, 6000):
         plan = make_plan("naive-char", None, tmp_path, {"steps": steps}, [], None, None, overwrite=False)
-        assert not plan.any_evaluations
+        assert "eval_every" not in plan.unasked
         assert plan.train.eval_every == PRESETS["naive-char"].train().eval_every
 
 

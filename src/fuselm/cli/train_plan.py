@@ -9,6 +9,7 @@ import dataclasses
 import os
 import re
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -42,8 +43,7 @@ class Plan:
     tokenizer: Path | None
     limit_mb: float | None
     overwrite: bool
-    any_batch: bool  # nobody has asked for a batch size: a short corpus may have a smaller one
-    any_evaluations: bool  # it is shorter than the preset's run, and nobody has asked how often it evaluates
+    unasked: frozenset[str]  # fields of its training that are fitted, nobody having asked for them
 
     @property
     def prepared(self) -> Path | None:
@@ -95,8 +95,7 @@ def make_plan(
         tokenizer,
         chosen.limit_mb if limit_mb is None and corpus in (None, chosen.corpus) else limit_mb,
         overwrite,
-        not {"batch_size", "micro_batch"} & training.keys(),
-        train.steps < chosen.train().steps and "eval_every" not in training,
+        _unasked(training, train.steps < chosen.train().steps),
     )
     if plan.prepared is not None and (tokenizer is not None or limit_mb is not None):
         raise ValueError(f"{corpus} is tokenised already; --tokenizer and --limit-mb come too late. Leave them out.")
@@ -104,6 +103,12 @@ def make_plan(
         _check_trains_tokenizer(plan, chosen)
         check_tokenizer(wished["vocab_size"], False, [])
     return plan
+
+
+def _unasked(asked: Mapping[str, Any], is_short: bool) -> frozenset[str]:
+    """Of the fields that are fitted to a corpus, to few steps or to a device those that nobody has asked for."""
+    names = {"batch_size", "log_every", "cuda_graph"} | ({"eval_every"} if is_short else set())
+    return frozenset(names - asked.keys() - ({"batch_size"} if "micro_batch" in asked else set()))
 
 
 def _check_trains_tokenizer(plan: Plan, chosen: Preset) -> None:
@@ -227,12 +232,8 @@ def _opened(plan: Plan) -> tuple[Run, dict[str, Shard]]:
         open_named(plan.corpus, plan.limit_mb, lambda *_: None)  # one that is not there is what is wrong first
     model = plan.preset.model(there.model.vocab_size, **plan.model_changes)
     train = plan.train
-    if plan.any_batch and there.train is not None:  # as it was made to fit
-        train = dataclasses.replace(train, batch_size=there.train.batch_size)
-    if plan.any_evaluations and there.train is not None:
-        train = dataclasses.replace(train, eval_every=there.train.eval_every)
-    if train.cuda_graph is None and there.train is not None:  # as it was begun
-        train = dataclasses.replace(train, cuda_graph=there.train.cuda_graph)
+    if there.train is not None:  # as it was fitted when it was begun
+        train = dataclasses.replace(train, **{name: getattr(there.train, name) for name in plan.unasked})
     folder = data_folder(there)
     lost = not (plan.out / checkpoint.TOKENIZER).is_file() and (folder / TOKENIZER).is_file()  # killed as it was made
     tokenizer = Tokenizer.load(folder / TOKENIZER) if lost else None
@@ -265,7 +266,7 @@ def _fitting(plan: Plan, context: int, shard: Shard) -> TrainConfig:
     """The training that was asked for; on a corpus with fewer rows than the preset's batch, with a smaller batch."""
     from fuselm.data import Loader
 
-    if not plan.any_batch or shard.tokens.size <= context:
+    if "batch_size" not in plan.unasked or shard.tokens.size <= context:
         return plan.train
     rows = Loader(shard, batch_size=1, context=context, rows=plan.train.rows).rows_per_epoch
     if rows >= plan.train.batch_size:
@@ -279,7 +280,7 @@ def _fitting(plan: Plan, context: int, shard: Shard) -> TrainConfig:
 
 def _evaluating(plan: Plan, train: TrainConfig, context: int, shard: Shard) -> TrainConfig:
     """A short run evaluates for no longer than it trains, or at its end alone; the split is always the whole one."""
-    if not plan.any_evaluations:
+    if "eval_every" not in plan.unasked:
         return train
     passes = 3 * train.steps * train.batch_size * context  # forward: a step costs as much as three
     most = max(1, passes // max(1, shard.tokens.size))
