@@ -50,6 +50,29 @@ def test_a_run_whose_speed_changes_is_soon_as_fast_as_it_is_now(
     assert found[-1] == 20
 
 
+def test_steps_of_seconds_are_told_of_before_there_is_a_loss(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Ten steps lie between two records, or 40 s; what is quick stays as quiet as it was."""
+    now = [0.0]
+    monkeypatch.setattr(train_show.time, "monotonic", lambda: now[0])
+    lines = train_show._Lines(1000)
+    for step in range(1, 6):
+        now[0] += 4.0
+        lines.stepped(step)
+    now[0] += 0.1
+    lines(record(5, 20.0, 25.0))
+    for step in range(6, 106):
+        now[0] += 0.04
+        lines.stepped(step)
+    said = capsys.readouterr().err.splitlines()
+    assert said == [
+        "step 2/1000: 4.0 s a step, 3992 s left",
+        "step 4/1000: 4.0 s a step, 3984 s left",
+        "step 5/1000: loss 1.000, 25 tok/s, 3980 s left",
+    ]
+
+
 @pytest.mark.parametrize(
     ("text", "shown"),
     [

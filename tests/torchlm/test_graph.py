@@ -20,10 +20,11 @@ from torch import Tensor
 from fuselm import cost
 from fuselm.config import ModelConfig, TrainConfig
 from fuselm.torchlm import graph, memory
+from fuselm.torchlm.checks import check_run
 from fuselm.torchlm.graph import GraphedGradients, record
 from fuselm.torchlm.model import Transformer
 from fuselm.torchlm.step import Sums, gradients
-from fuselm.torchlm.train import Interrupted, Trainer, check_run
+from fuselm.torchlm.train import Interrupted, Trainer
 from tests.torchlm.runs import MODEL, MOE, Records, assert_same_arrays, assert_same_state, begin, prepared, stop_after
 from tests.torchlm.test_step import batch, model, same_bits
 

@@ -16,12 +16,13 @@ from fuselm.checkpoint import open_run
 from fuselm.data import open_prepared
 from fuselm.data.shards import Shard
 from fuselm.torchlm import train as train_module
+from fuselm.torchlm.checks import check_data
 from fuselm.torchlm.evaluate import Evaluation
 from fuselm.torchlm.memory import CPU_TOKENS
 from fuselm.torchlm.precision import LossScaler
 from fuselm.torchlm.schedule import learning_rate
 from fuselm.torchlm.state import snapshot, weight_arrays
-from fuselm.torchlm.train import Trainer, TrainingFailed, check_data
+from fuselm.torchlm.train import Trainer, TrainingFailed
 from tests.torchlm.runs import (
     MOE,
     TRAIN,
@@ -74,6 +75,14 @@ def test_the_loss_falls(model: dict[str, Any], data: Path, tmp_path: Path) -> No
     assert last < first - 1.0
     evaluations = of_kind(records, "eval")
     assert evaluations[1]["loss"] < evaluations[0]["loss"] < first
+
+
+def test_each_step_is_told_of_after_its_records(data: Path, tmp_path: Path) -> None:
+    trainer, records = begin(tmp_path / "run", data, train={"log_every": 5})
+    heard: list[tuple[int, int]] = []
+    trainer.on_step = lambda step: heard.append((step, len(of_kind(records, "step"))))
+    trainer.train()
+    assert heard == [(step, (step >= 5) + (step >= 10) + (step >= 12)) for step in range(1, 13)]
 
 
 def test_a_record_of_steps_has_the_mean_loss_since_the_one_before(data: Path, tmp_path: Path) -> None:

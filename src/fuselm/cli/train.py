@@ -215,9 +215,9 @@ def _trained(run: Run, shards: dict[str, Shard], device: str, log_csv: Path | No
         logs.append(JsonLines(run.folder / LOG, keep_until=begun))
         logs += [CsvLines(log_csv, run.folder / LOG)] if log_csv is not None else []
         logs += [TensorBoard(run.folder / "tensorboard", begun)] if tensorboard else []
-        with shown(trainer.config.steps, begun) as (show, evaluating), _stopped_by_signals(trainer):
+        with shown(trainer.config.steps, begun) as (show, evaluating, stepped), _stopped_by_signals(trainer):
             trainer.listeners += [*logs, show]
-            trainer.on_evaluation = evaluating
+            trainer.on_evaluation, trainer.on_step = evaluating, stepped
             trainer.train()
     except Interrupted:
         typer.echo(f"stopped at step {trainer.progress.step}; everything is saved", err=True)

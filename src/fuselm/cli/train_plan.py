@@ -245,7 +245,7 @@ def _made(plan: Plan, folder: Path, device: str) -> tuple[Run, dict[str, Shard]]
     """A new run on what is, or will be, tokenised in `folder`."""
     from fuselm import checkpoint, cost
     from fuselm.data import open_prepared
-    from fuselm.torchlm.train import check_run
+    from fuselm.torchlm.checks import check_run
 
     tokenizer = _prepare(plan, folder)
     shards = open_prepared(folder)

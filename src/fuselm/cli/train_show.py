@@ -20,13 +20,14 @@ Listener = Callable[[Mapping[str, Any]], None]
 
 
 @contextmanager
-def shown(steps: int, first: int) -> Iterator[tuple[Listener, Callable[[int, int], None]]]:
-    """A listener for the records of a run of so many steps, and one for evaluations under way."""
+def shown(steps: int, first: int) -> Iterator[tuple[Listener, Callable[[int, int], None], Callable[[int], None]]]:
+    """Listeners for the records of a run of so many steps, for evaluations under way, and for each step."""
     from rich.console import Console
 
     console = Console(stderr=True)
     if not console.is_terminal:
-        yield _Lines(steps), lambda done, total: None
+        lines = _Lines(steps)
+        yield lines, lambda done, total: None, lines.stepped
         return
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
@@ -51,7 +52,7 @@ def shown(steps: int, first: int) -> Iterator[tuple[Listener, Callable[[int, int
         def evaluating(done: int, total: int) -> None:
             progress.update(task, description=f"evaluating {100 * done // total} %")
 
-        yield listen, evaluating
+        yield listen, evaluating, lambda step: progress.update(task, completed=step)
 
 
 class _Lines:
@@ -60,11 +61,24 @@ class _Lines:
     def __init__(self, steps: int) -> None:
         self.steps, self.told = steps, time.monotonic() - SECONDS_BETWEEN_LINES
         self.before: deque[tuple[int, float]] = deque(maxlen=LINES_OF_A_SPEED)  # step and seconds of lines so far
+        self.begun: tuple[int, float] | None = None  # the first step that was heard of, and when
+        self.was_bare = False  # whether the last line had no loss: then one with it need not wait
+
+    def stepped(self, step: int) -> None:
+        """A line without a loss, where records are far between: steps of seconds are told of too."""
+        now = time.monotonic()
+        self.begun = self.begun or (step, now)
+        first, begin = self.begun
+        if step > first and now - self.told >= SECONDS_BETWEEN_LINES:
+            self.told, self.was_bare = now, True
+            seconds = (now - begin) / (step - first)
+            left = (self.steps - step) * seconds
+            typer.echo(f"step {step}/{self.steps}: {seconds:.1f} s a step, {left:.0f} s left", err=True)
 
     def __call__(self, record: Mapping[str, Any]) -> None:
         now = time.monotonic()
-        if record["kind"] == "step" and now - self.told >= SECONDS_BETWEEN_LINES:
-            self.told = now
+        if record["kind"] == "step" and (self.was_bare or now - self.told >= SECONDS_BETWEEN_LINES):
+            self.told, self.was_bare = now, False
             left = (self.steps - record["step"]) * self._seconds_per_step(record)
             typer.echo(f"step {record['step']}/{self.steps}: {facts(record)}, {left:.0f} s left", err=True)
         if line := sentence(record):

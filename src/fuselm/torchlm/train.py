@@ -22,16 +22,14 @@ import numpy as np
 import torch
 
 from fuselm import cost
-from fuselm import ops as public_ops
-from fuselm.checkpoint import Run, RunError
-from fuselm.config import ModelConfig, TrainConfig
-from fuselm.data.loader import Loader
+from fuselm.checkpoint import Run
+from fuselm.config import TrainConfig
 from fuselm.data.shards import Shard
 from fuselm.optim import AdamW, decay_groups
-from fuselm.text.tokenizer import Tokenizer
+from fuselm.torchlm.checks import check_data, device_for, precision_of_run
 from fuselm.torchlm.evaluate import Evaluation, evaluate
 from fuselm.torchlm.feed import Feed
-from fuselm.torchlm.graph import GraphedGradients, NotRecordable, check_device, is_for_graph
+from fuselm.torchlm.graph import GraphedGradients, NotRecordable, is_for_graph
 from fuselm.torchlm.layers import narrow
 from fuselm.torchlm.log import Listener
 from fuselm.torchlm.memory import logits_bytes, pick_micro_batch
@@ -42,7 +40,6 @@ from fuselm.torchlm.precision import (
     attention_backends,
     make_deterministic,
     pick_device,
-    pick_precision,
 )
 from fuselm.torchlm.sample import sample
 from fuselm.torchlm.schedule import learning_rate
@@ -89,15 +86,16 @@ class Trainer:
         device: str = "auto",
         listeners: Iterable[Listener] = (),
         on_evaluation: Callable[[int, int], None] | None = None,
+        on_step: Callable[[int], None] | None = None,
     ) -> None:
         assert run.train is not None
         self.run, self.config, self.shards, self.listeners = run, run.train, shards, list(listeners)
-        self.on_evaluation = on_evaluation
+        self.on_evaluation, self.on_step = on_evaluation, on_step
         self.tokenizer = run.tokenizer()
         checkpoint = run.load("last") if run.has_checkpoint else None
-        self.device = pick_device(device) if checkpoint else _device_for(self.config, device)
+        self.device = pick_device(device) if checkpoint else device_for(self.config, device)
         begun_in = checkpoint.state.get("precision") if checkpoint else None  # "auto" may be another one here
-        self.precision = _precision_of_run(begun_in, self.config.precision, self.device)
+        self.precision = precision_of_run(begun_in, self.config.precision, self.device)
         if self.config.deterministic:
             make_deterministic()
         check_data(run.model, self.config, shards, self.tokenizer)
@@ -151,6 +149,8 @@ class Trainer:
             while not self.finished:
                 self.advance()
                 self._after_step()
+                if self.on_step is not None:
+                    self.on_step(self.progress.step)
                 if self._stopping and not self.finished:
                     self.save()
                     self._end("stopped")
@@ -440,58 +440,6 @@ class _Since:
         return {"loss": mean, "tokens_per_second": round(rate, 1)}
 
 
-def check_data(
-    model: ModelConfig, config: TrainConfig, shards: Mapping[str, Shard], tokenizer: Tokenizer | None
-) -> None:
-    """Refuse token files of another tokenizer, not whole or too short, or with ids that the model has no row for."""
-    for split, shard in shards.items():
-        header = shard.header
-        if tokenizer is not None and header.fingerprint not in (None, tokenizer.fingerprint):
-            raise ValueError(
-                f"Token files are made by the run's own tokenizer; {split} is of another one. Prepare the corpus with "
-                "the tokenizer.json in the run's folder, or begin a new run."
-            )
-        if header.vocab_size is not None and header.vocab_size > model.vocab_size:
-            raise ValueError(
-                f"The model has {model.vocab_size} tokens; {split} may have ids up to {header.vocab_size - 1}. "
-                "Give the model a larger vocab_size."
-            )
-        if header.version:  # ours, and so with a checksum
-            shard.verify()
-    if shards["valid"].tokens.size < 2:
-        raise ValueError("A validation split has at least 2 tokens; this one has fewer. Use a longer corpus.")
-    # The loader has the words for a corpus that is too short for a row or a batch.
-    Loader(shards["train"], batch_size=config.batch_size, context=model.context, rows=config.rows)
-
-
-def _device_for(config: TrainConfig, name: str) -> torch.device:
-    """The device of this name, if a run of this config can begin there. (Begun with CUDA graphs it goes on without.)"""
-    device = pick_device(name)
-    if config.cuda_graph:
-        check_device(device)
-    return device
-
-
 def _optimizer_for(model: Transformer, config: TrainConfig) -> AdamW:
     groups = decay_groups(model.named_parameters(), config.weight_decay)
     return AdamW(groups, lr=config.learning_rate, betas=config.betas, eps=config.eps, impl=model.config.impl)
-
-
-def _precision_of_run(begun_in: str | None, asked: str, device: torch.device) -> str:
-    """The precision that the run began in, whatever "auto" is on this device."""
-    try:
-        return pick_precision(begun_in or asked, device)
-    except ValueError as error:
-        if begun_in is None:
-            raise
-        raise RunError(f"This run began in {begun_in}, and goes on only so: {str(error).partition('. ')[0]}.") from None
-
-
-def check_run(model: ModelConfig, config: TrainConfig, shards: Mapping[str, Shard], device_name: str) -> None:
-    """Everything that a Trainer would refuse, without making one: for whoever has not made the run's folder yet."""
-    device = _device_for(config, device_name)
-    precision = pick_precision(config.precision, device)
-    check_data(model, config, shards, None)
-    public_ops.choose(model.impl, model.op_impl, device=str(device))
-    if config.micro_batch is None:
-        pick_micro_batch(model, config.batch_size, device, precision)
