@@ -33,6 +33,32 @@ def test_two_ranks_do_what_one_does(tmp_path: Path, request: pytest.FixtureReque
     torch.multiprocessing.start_processes(run_tasks, given, nprocs=RANKS, start_method="spawn")
 
 
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("default")
+def test_kernels_step_what_a_rank_has(cuda: str, tmp_path: Path) -> None:
+    torch.multiprocessing.start_processes(run_on_gpu, (str(tmp_path / "meeting"),), nprocs=1, start_method="spawn")
+
+
+def run_on_gpu(rank: int, meeting: str) -> None:
+    """One rank has all there is: as bits, what the whole comes to."""
+    torch.cuda.set_device(0)
+    dist.init_process_group("nccl", init_method=f"file://{meeting}", rank=0, world_size=1)
+    mesh = init_device_mesh("cuda", (1,))
+    for dtype, masters in ((torch.float32, False), (torch.bfloat16, True)):
+        learners = [model(dtype).cuda() for _ in range(2)]
+        fully_shard(learners[0], mesh=mesh)
+        for learner in learners:
+            torch.manual_seed(3)
+            for p in learner.parameters():
+                grad = torch.randn(p.shape, device="cuda", dtype=dtype)
+                p.grad = distribute_tensor(grad, mesh, p.placements) if isinstance(p, DTensor) else grad
+            clip_in_the_step(learner, AdamW(learner.parameters(), lr=0.01, impl="fused", master_weights=masters))
+        for mine, its in zip(*(learner.parameters() for learner in learners), strict=True):
+            assert isinstance(mine, DTensor)
+            assert torch.equal(mine.to_local(), its.detach())
+    dist.destroy_process_group()
+
+
 def run_tasks(rank: int, meeting: str, emulated: bool) -> None:
     torch.set_num_threads(1)
     if emulated:
