@@ -25,7 +25,17 @@ from fuselm.torchlm.graph import GraphedGradients, record
 from fuselm.torchlm.model import Transformer
 from fuselm.torchlm.step import Sums, gradients
 from fuselm.torchlm.train import Interrupted, Trainer
-from tests.torchlm.runs import MODEL, MOE, Records, assert_same_arrays, assert_same_state, begin, prepared, stop_after
+from tests.torchlm.runs import (
+    MODEL,
+    MOE,
+    Records,
+    assert_same_arrays,
+    assert_same_state,
+    begin,
+    bend_loss,
+    prepared,
+    stop_after,
+)
 from tests.torchlm.test_step import batch, model, same_bits
 
 
@@ -188,6 +198,62 @@ def test_hooks_are_called_at_each_step_where_nobody_says(
     for _ in range(3):
         trainer.advance()
     assert (len(called), host) == (3, [])
+
+
+Change = Callable[[Trainer, list[int]], contextlib.AbstractContextManager[Any]]
+
+
+def hook_a_module(trainer: Trainer, called: list[int]) -> Any:
+    return trainer.model.norm.register_forward_hook(lambda *given: called.append(1))
+
+
+def hook_all_modules(trainer: Trainer, called: list[int]) -> Any:
+    def hook(module: torch.nn.Module, *given: Any) -> None:
+        called.extend([1] * (module is trainer.model.norm))
+
+    return torch.nn.modules.module.register_module_forward_hook(hook)
+
+
+def replace_the_loss(trainer: Trainer, called: list[int]) -> Any:
+    def bend(step: int, value: Tensor) -> Tensor:
+        called.append(step)
+        return value
+
+    bend_loss(trainer, bend)
+    return contextlib.nullcontext()
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("change", [hook_a_module, hook_all_modules, replace_the_loss])
+def test_what_python_does_in_a_step_it_does_in_each_where_nobody_says(
+    late: bool, change: Change, data: Path, tmp_path: Path, host: list[int]
+) -> None:
+    trainer, _ = begin(tmp_path / "run", data)
+    if late:
+        trainer.advance()
+    called: list[int] = []
+    with change(trainer, called):
+        for _ in range(3):
+            trainer.advance()
+    assert (len(called), len(host), trainer.is_graphed) == (3, late, False)
+
+
+@pytest.mark.filterwarnings("default")  # the compiler's own deprecations
+def test_a_compiled_loss_of_the_model_is_its_own() -> None:
+    one, other = model(), model()
+    assert graph.is_repeated(one, torch.compile(one.loss, dynamic=False), None)
+    assert not graph.is_repeated(one, torch.compile(other.loss, dynamic=False), None)
+
+
+def test_a_parameter_that_is_frozen_learns_no_more_where_nobody_says(
+    data: Path, tmp_path: Path, host: list[int]
+) -> None:
+    trainer, _ = begin(tmp_path / "run", data)
+    trainer.advance()
+    weight = trainer.model.norm.weight.requires_grad_(False)
+    before = weight.clone()
+    trainer.advance()
+    assert torch.equal(weight, before)
 
 
 def test_a_graph_that_would_keep_much_of_the_memory_is_none(

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.modules.module import _has_any_global_hook
 
 from fuselm.optim import global_norm
 from fuselm.torchlm.layers import is_hooked
@@ -59,18 +60,26 @@ def is_for_graph(asked: bool | None, model: Transformer, rows: int, device: torc
 
 
 def is_fixed(model: Transformer, device: torch.device) -> bool:
-    """Whether a step of the model is the same kernels each time, with nothing between them, as far as can be told.
+    """Whether a step of the model waits for nothing: the grouped matmul of experts asks the GPU how many rows each has,
+    except where it is in bf16 on Hopper or later."""
+    in_bf16 = model.dtype == torch.bfloat16
+    return not model.config.num_experts or (in_bf16 and torch.cuda.get_device_capability(device) >= (9, 0))
 
-    A graph calls no hook; and the grouped matmul of experts asks the GPU how many rows each has, except where it is in
-    bf16 on Hopper or later.
+
+def is_repeated(model: Transformer, loss: Loss, graphed: GraphedGradients | None) -> bool:
+    """Whether a graph, which may be there already, does what each step would, as far as can be told.
+
+    It calls no hook and no Python of somebody else's loss, and gives gradients to parameters that were frozen since.
+    (Of 111 modules asked in 0.2 ms.)
     """
+    if getattr(loss, "_torchdynamo_orig_callable", loss) != model.loss or _has_any_global_hook():
+        return False
     hooks = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
     if any(getattr(module, name) for module in model.modules() for name in hooks):
         return False
     if any(is_hooked(parameter) for parameter in model.parameters()):
         return False
-    in_bf16 = model.dtype == torch.bfloat16
-    return not model.config.num_experts or (in_bf16 and torch.cuda.get_device_capability(device) >= (9, 0))
+    return graphed is None or graphed.is_learning_as_recorded()
 
 
 class GraphedGradients:
@@ -92,6 +101,11 @@ class GraphedGradients:
         self._scale_there = 1.0
         self._recorded: tuple[Sums, Replay] | None = None
         self._gradients: list[Tensor | None] = []
+        self._learning = [parameter.requires_grad for parameter in parameters]
+
+    def is_learning_as_recorded(self) -> bool:
+        """Whether the same parameters want a gradient: those that were frozen since would go on learning."""
+        return self._learning == [parameter.requires_grad for parameter in self.parameters]
 
     def __call__(self, batches: Iterable[tuple[Tensor, Tensor]], scale: float = 1.0) -> Found:
         """The gradients of these micro-batches. Those of the call before are overwritten, and its sums too."""

@@ -29,7 +29,7 @@ from fuselm.optim import AdamW, decay_groups
 from fuselm.torchlm.checks import check_data, device_for, precision_of_run
 from fuselm.torchlm.evaluate import Evaluation, evaluate
 from fuselm.torchlm.feed import Feed
-from fuselm.torchlm.graph import GraphedGradients, NotRecordable, is_for_graph
+from fuselm.torchlm.graph import GraphedGradients, NotRecordable, is_for_graph, is_repeated
 from fuselm.torchlm.layers import narrow
 from fuselm.torchlm.log import Listener
 from fuselm.torchlm.memory import logits_bytes, pick_micro_batch
@@ -226,6 +226,9 @@ class Trainer:
         }
         if self._eager is None:
             self._eager = not is_for_graph(self.config.cuda_graph, self.model, self.micro_batch, self.device)
+        if self.config.cuda_graph is None and not self._eager and not is_repeated(self.model, self.loss, self._graphed):
+            self._settle()  # the step before, which may be at work in the graph's memory
+            self._graphed, self._eager = None, True
         if not self._eager:
             self._graphed = self._graphed or GraphedGradients(self.loss, leaves, **fixed)
             try:
