@@ -14,9 +14,7 @@ from fuselm import cost
 from fuselm.config import ModelConfig, changed
 
 SHARE = 0.85  # of what is free: estimates err, and allocators leave gaps
-GRAPH_SHARE = (
-    0.25  # of what is free: a graph keeps what its step needs, and evaluations, checkpoints need theirs beside
-)
+GRAPH_SHARE = 0.25  # of what is left: a graph keeps what its step needs, evaluations and checkpoints need theirs beside
 LOGITS_SHARE = 128  # the part of a GPU's memory that the loss may hold of logits
 CPU_TOKENS = 4096  # at once on a CPU: more are not faster once matmuls are large enough, and fall out of the caches
 
@@ -43,13 +41,15 @@ def logits_bytes(device: torch.device) -> int:
 
 
 def has_room_for_graph(config: ModelConfig, rows: int, device: torch.device, width: int) -> bool:
-    """Whether what a CUDA graph of a step keeps, with so many rows at once, is little of the memory that is free.
+    """Whether what a CUDA graph of a step keeps, with so many rows at once, is little of the memory that is left when
+    gradients and averages, which come with the first step, have theirs beside the weights.
 
     Where it is not, kernels are longer than their launches, and a graph has nothing to gain. `width` is the bytes of an
     activation's number.
     """
     need = cost.activation_bytes(config, rows, config.context, width, logits_bytes(device))
-    return need <= free_bytes(device) * GRAPH_SHARE
+    left = free_bytes(device) - (cost.training_state_bytes(config) - cost.weight_bytes(config))
+    return need <= left * GRAPH_SHARE
 
 
 def _lines(path: Path) -> list[str]:
