@@ -521,6 +521,10 @@ def test_a_norm_that_is_not_finite_gives_a_scale_of_nan(bad: float) -> None:
     assert clip_scale(global_norm([torch.tensor([1.0, bad])]), 1.0).isnan()
 
 
+def test_a_norm_may_be_an_integer() -> None:
+    assert torch.equal(clip_scale(torch.tensor(5), 0.5), clip_scale(torch.tensor(5.0), 0.5))
+
+
 def test_a_maximal_norm_must_be_positive() -> None:
     for max_norm in (0.0, -1.0, math.nan):
         with pytest.raises(ValueError, match=r"max_norm is above 0; got .*\. To clip nothing"):

@@ -427,7 +427,8 @@ def clip_scale(norm: Tensor, max_norm: float) -> Tensor:
     if not max_norm > 0:
         raise ValueError(f"max_norm is above 0; got {max_norm}. To clip nothing, leave the scale out.")
     # By a tensor: torch would divide a number by multiplying it with the reciprocal, in two launches.
-    share = torch.div(torch.tensor(max_norm, dtype=norm.dtype, device="cpu"), norm + 1e-6)
+    above = norm + 1e-6  # of an integer, too, a number with a fraction
+    share = torch.div(torch.tensor(max_norm, dtype=above.dtype, device="cpu"), above)
     return torch.add(share.clamp(max=1.0), norm, alpha=0.0)  # NaN if the norm is not finite
 
 
