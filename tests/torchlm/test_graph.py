@@ -464,6 +464,17 @@ def test_what_warms_up_uses_no_random_number_and_leaves_no_gradient(monkeypatch:
     assert cuda.said == expected
 
 
+def test_what_is_out_of_memory_as_it_warms_up_uses_no_random_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = FakeCuda(monkeypatch)
+
+    def work() -> Sums:
+        raise FULL
+
+    with pytest.raises(torch.OutOfMemoryError):
+        record(work, [torch.ones(2, requires_grad=True)])
+    assert cuda.said == ["wait", "random numbers as it was"]
+
+
 WAITS = RuntimeError("CUDA error: operation not permitted when stream is capturing\nand advice")
 FULL = torch.OutOfMemoryError("CUDA out of memory")
 

@@ -141,11 +141,13 @@ def record(work: Callable[[], Sums], parameters: Sequence[Tensor]) -> tuple[Sums
     # One stream for all: a parameter's gradient is accumulated on the stream that autograd first saw it on.
     stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream):
-        for _ in range(WARM_UPS):
-            work()
-    torch.cuda.current_stream(device).wait_stream(stream)
-    torch.cuda.set_rng_state(random_state, device)
+    try:
+        with torch.cuda.stream(stream):
+            for _ in range(WARM_UPS):
+                work()
+        torch.cuda.current_stream(device).wait_stream(stream)
+    finally:  # whoever is out of memory makes the same step without a graph
+        torch.cuda.set_rng_state(random_state, device)
     for parameter in parameters:  # what the graph makes is to lie in the graph's own memory
         parameter.grad = None
     graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
