@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 from fuselm import ops
 from fuselm.kernels.spec import RefusedInput
+from fuselm.kernels.torch_ops.distributed import any_distributed
 from fuselm.optim import AdamW, clip_scale, global_norm
 
 RANKS = 2
@@ -174,6 +175,33 @@ def a_norm_is_that_of_all_elements_once(mesh: Any) -> None:
             assert type(found) is torch.Tensor
             assert found.dtype == torch.float32
             torch.testing.assert_close(found, torch.cat([part.flatten() for part in parts]).norm())
+
+
+@task
+def a_norm_of_shards_asks_for_one_sum(mesh: Any) -> None:
+    shards, inner = spread(Shard(0), Shard(0), Shard(0), mesh=mesh), DTensor.redistribute
+    asked: list[Any] = []
+
+    def counted(tensor: Any, *given: Any, **options: Any) -> Any:
+        asked.append(tensor)
+        return inner(tensor, *given, **options)
+
+    DTensor.redistribute = counted  # type: ignore[method-assign]
+    try:
+        ops.global_norm(shards)
+    finally:
+        DTensor.redistribute = inner  # type: ignore[method-assign]
+    assert len(asked) == 1
+
+
+@task
+def what_is_made_of_a_dtensor_is_one(mesh: Any) -> None:
+    class Own(DTensor):
+        __slots__ = ()
+
+    (x,) = spread(Shard(0), mesh=mesh)
+    x.__class__ = Own
+    assert any_distributed([torch.zeros(1), x])
 
 
 @task

@@ -29,8 +29,7 @@ def any_distributed(tensors: Sequence[Any]) -> bool:
     """Whether any is a DTensor; of a list that has none asked in some nanoseconds each."""
     if _HOME not in sys.modules:
         return False
-    kind = sys.modules[_HOME].DTensor
-    return any(type(tensor) is kind for tensor in tensors)
+    return any(issubclass(kind, sys.modules[_HOME].DTensor) for kind in set(map(type, tensors)))
 
 
 def is_spread_as(tensor: Any, like: Any) -> bool:
@@ -69,6 +68,8 @@ def norm_of_parts(norm: Callable[[list[Tensor]], Tensor], tensors: Sequence[Any]
 
 def _without_partial_sums(tensor: Any) -> Any:
     """Summed, where each rank has a share of each element, as of a gradient that nobody has looked at."""
+    if not any(place.is_partial() for place in tensor.placements):  # to redistribute it as it is takes host time, too
+        return tensor
     whole = sys.modules[_HOME].Replicate()
     placements = [whole if place.is_partial() else place for place in tensor.placements]
     return tensor.redistribute(tensor.device_mesh, placements)
