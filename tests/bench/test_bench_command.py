@@ -51,6 +51,7 @@ def test_writes_rows_and_plot_and_prints_a_table(tmp_path: Path) -> None:
         (0.0, 1.6e-3, "exact"),
         (0.0, 0.0, "exact"),
         (math.nan, 1.6e-3, "nan"),
+        (math.nan, 0.0, "nan / 0"),
     ],
 )
 def test_errors_are_a_ratio_where_that_says_something(error: float | None, reference: float | None, words: str) -> None:

@@ -207,6 +207,6 @@ def _error_ratio(row: dict[str, Any]) -> str:
         return "-"
     if not error:
         return "exact"
-    if error > LARGEST_RATIO * reference:
+    if not reference or error > LARGEST_RATIO * reference:
         return f"{error:.1e} / {reference:.1e}" if reference else f"{error:.1e} / 0"
     return f"{error / reference:.3g}"
