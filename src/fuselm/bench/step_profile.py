@@ -59,8 +59,8 @@ def profiled(step: Callable[[], object], device: torch.device, steps: int = STEP
     """A step's kernels with calls and milliseconds, and its length; `gap_ms` is when the device had nothing to do.
 
     That is the lesser of two figures: what kernels leave of a step without a profiler, which makes a host slower and
-    its gaps longer; and what they leave of the profile, for kernels may be faster there: a GPU at its limit of
-    power is, when it has waited for a moment. `slower_ms` is what kernels and gaps leave of a step.
+    its gaps longer; and what they leave of the profile, for kernels may be faster there, as is suspected of a GPU at
+    its limit of power that has waited for a moment. `slower_ms` is what kernels and gaps leave of a step.
     """
     from torch.profiler import ProfilerActivity, profile
 
