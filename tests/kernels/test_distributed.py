@@ -165,6 +165,18 @@ def gradients_come_to_lie_as_their_parameters(mesh: Any) -> None:
 
 
 @task
+def what_lies_here_whole_is_clipped_by_a_norm_of_all_ranks(mesh: Any) -> None:
+    """As where FSDP2 leaves some parameters alone, and torch's get_total_norm is of all."""
+    scale = DTensor.from_local(torch.tensor(0.25), mesh, [Partial()])  # 0.5, on two ranks
+    never = distribute_tensor(torch.tensor(False), mesh, [Replicate()])
+    for step in (ops.adamw, ops.choose("torch").adamw):
+        lists, right = ([[torch.full((3,), float(x))] for x in (0, 2, 0, 0)] for _ in range(2))
+        step(*lists, step=1, lr=0.1, grad_scale=scale, skip=never)
+        step(*right, step=1, lr=0.1, grad_scale=torch.tensor(0.5))
+        assert torch.equal(lists[2][0], right[2][0])
+
+
+@task
 def a_norm_is_that_of_all_elements_once(mesh: Any) -> None:
     x, plain = torch.randn(5, 3), torch.randn(7)
     spread = [distribute_tensor(x, mesh, [place]) for place in (Shard(0), Shard(1), Replicate())]

@@ -57,7 +57,7 @@ def adamw(
     as FSDP2 makes, each rank steps what it has; gradients come to lie as their parameters do.
     """
     lists: _Lists = (list(params), list(grads), list(exp_avgs), list(exp_avg_sqs), list(masters or ()))
-    if not is_compiling() and any_distributed(lists[0]):
+    if not is_compiling() and any_distributed([*lists[0], grad_scale, skip]):
         options: Any = {"step": step, "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         _step_parts(adamw, lists, grad_scale, skip, options)
         return
@@ -91,7 +91,7 @@ def adamw_reference(*lists: Any, masters: Sequence[Tensor] | None = None, **opti
     """The same by torch's foreach ops, on every device: the yardstick for errors."""
     given: _Lists = (*(list(tensors) for tensors in lists), list(masters or ()))  # type: ignore[assignment]
     grad_scale, skip = options.pop("grad_scale", None), options.pop("skip", None)
-    if not is_compiling() and any_distributed(given[0]):
+    if not is_compiling() and any_distributed([*given[0], grad_scale, skip]):
         _step_parts(adamw_reference, given, grad_scale, skip, options)
         return
     defaults = {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
