@@ -136,9 +136,36 @@ def test_a_run_that_was_fitted_otherwise_when_it_was_begun_goes_on_so(
     (out / "config.json").write_text(json.dumps(config))
     again = fuselm(*command)
     assert again.exit_code == 0, again.output
-    if name != "cuda_graph":  # which a CPU has not
+    if name != "cuda_graph":  # which is a session's
         other = fuselm(*command, "--set", f"{name}=2")
         assert (other.exit_code, f"train.{name}" in other.stderr) == (1, True)
+
+
+@pytest.mark.parametrize("how", ["again", "resumed"])
+def test_whether_steps_are_a_graph_is_a_sessions_to_say(
+    how: str, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A graph changes no result: a run that has trouble with one goes on without."""
+    out = tmp_path / "run"
+    command = (data, *TINY, "--out", out, "--samples", "0") if how == "again" else ("--resume", out, "--samples", "0")
+    assert fuselm(data, *TINY, "--out", out, "--samples", "0").exit_code == 0
+    asked: list[bool | None] = []
+    made = Trainer.__init__
+
+    def noting(self: Trainer, *given: Any, **options: Any) -> None:
+        made(self, *given, **options)
+        asked.append(self.cuda_graph)
+
+    monkeypatch.setattr(Trainer, "__init__", noting)
+    for flag in ((), ("--no-cuda-graph",)):
+        found = fuselm(*command, *flag)
+        assert found.exit_code == 0, found.output
+    assert asked == [None, False]
+    refused = fuselm(*command, "--cuda-graph")
+    assert (refused.exit_code, refused.stderr) == (
+        1,
+        "error: A CUDA graph is of a GPU's work; the device is cpu. Leave --cuda-graph out.\n",
+    )
 
 
 def test_json_is_the_last_line_and_has_the_best_loss(data: Path, tmp_path: Path) -> None:

@@ -241,8 +241,8 @@ def test_what_python_does_in_a_step_it_does_in_each_where_nobody_says(
 @pytest.mark.filterwarnings("default")  # the compiler's own deprecations
 def test_a_compiled_loss_of_the_model_is_its_own() -> None:
     one, other = model(), model()
-    assert graph.is_repeated(one, torch.compile(one.loss, dynamic=False), None)
-    assert not graph.is_repeated(one, torch.compile(other.loss, dynamic=False), None)
+    assert graph.Watch(one).sees_nothing(torch.compile(one.loss, dynamic=False))
+    assert not graph.Watch(one).sees_nothing(torch.compile(other.loss, dynamic=False))
 
 
 def test_a_parameter_that_is_frozen_learns_no_more_where_nobody_says(

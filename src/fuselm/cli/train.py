@@ -106,7 +106,7 @@ def train(
     changes: dict[str, Any] = {
         "steps": steps, "batch_size": batch_size, "micro_batch": micro_batch, "context": context, "seed": seed,
         "learning_rate": learning_rate, "precision": precision, "impl": impl, "compile": compiled,
-        "cuda_graph": cuda_graph, "deterministic": deterministic,
+        "deterministic": deterministic,
     }  # fmt: skip
     with told():
         _check_options(samples, log_csv)
@@ -116,15 +116,17 @@ def train(
             run, shards = _resumed(resume, given)
         else:
             name = preset or DEFAULT_PRESET
+            changes["cuda_graph"] = cuda_graph
             plan = make_plan(name, corpus, out, changes, settings or [], tokenizer, limit_mb, overwrite)
             _check_device(device, plan)
+            cuda_graph = plan.train.cuda_graph
             with _told_of_out():
                 run, shards = open_or_make(plan, device)
         check_room(run)
         if not overwrite:
             _tell_of_a_lost_beginning(run)
         with run.claimed(), _told_of_interrupts(run):
-            trainer = _trained(run, shards, device, log_csv, tensorboard)
+            trainer = _trained(run, shards, device, cuda_graph, log_csv, tensorboard)
             command = None if resume is not None else shlex.join(["fuselm", *sys.argv[1:]])
             # With --json, stdout is for the object alone.
             result = finish(trainer, samples, command, lambda text: typer.echo(text, err=as_json))
@@ -199,7 +201,9 @@ def _resume_command(run: Run) -> str:
     return f"fuselm train --resume {shlex.quote(str(run.folder))}"
 
 
-def _trained(run: Run, shards: dict[str, Shard], device: str, log_csv: Path | None, tensorboard: bool) -> Trainer:
+def _trained(
+    run: Run, shards: dict[str, Shard], device: str, cuda_graph: bool | None, log_csv: Path | None, tensorboard: bool
+) -> Trainer:
     """Train to the end, with everything that listens; Ctrl-C saves and leaves."""
     import torch
 
@@ -207,7 +211,7 @@ def _trained(run: Run, shards: dict[str, Shard], device: str, log_csv: Path | No
     from fuselm.torchlm.log import LOG, CsvLines, JsonLines, TensorBoard
     from fuselm.torchlm.train import Interrupted, Trainer, TrainingFailed
 
-    trainer = Trainer(run, shards, device=device)
+    trainer = Trainer(run, shards, device=device, cuda_graph=cuda_graph)
     begun = trainer.progress.step
     typer.echo(_opening(trainer, cost.describe(run.model)), err=True)
     logs: list[Any] = []

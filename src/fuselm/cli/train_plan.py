@@ -106,8 +106,8 @@ def make_plan(
 
 
 def _unasked(asked: Mapping[str, Any], is_short: bool) -> frozenset[str]:
-    """Of the fields that are fitted to a corpus, to few steps or to a device those that nobody has asked for."""
-    names = {"batch_size", "log_every", "cuda_graph"} | ({"eval_every"} if is_short else set())
+    """Of the fields that are fitted to a corpus or to few steps those that nobody has asked for."""
+    names = {"batch_size", "log_every"} | ({"eval_every"} if is_short else set())
     return frozenset(names - asked.keys() - ({"batch_size"} if "micro_batch" in asked else set()))
 
 
@@ -232,8 +232,9 @@ def _opened(plan: Plan) -> tuple[Run, dict[str, Shard]]:
         open_named(plan.corpus, plan.limit_mb, lambda *_: None)  # one that is not there is what is wrong first
     model = plan.preset.model(there.model.vocab_size, **plan.model_changes)
     train = plan.train
-    if there.train is not None:  # as it was fitted when it was begun
-        train = dataclasses.replace(train, **{name: getattr(there.train, name) for name in plan.unasked})
+    if there.train is not None:  # as it was fitted when it was begun; a graph changes no result, and is a session's
+        as_begun = {name: getattr(there.train, name) for name in (*plan.unasked, "cuda_graph")}
+        train = dataclasses.replace(train, **as_begun)
     folder = data_folder(there)
     lost = not (plan.out / checkpoint.TOKENIZER).is_file() and (folder / TOKENIZER).is_file()  # killed as it was made
     tokenizer = Tokenizer.load(folder / TOKENIZER) if lost else None

@@ -29,7 +29,7 @@ from fuselm.optim import AdamW, decay_groups
 from fuselm.torchlm.checks import check_data, device_for, precision_of_run
 from fuselm.torchlm.evaluate import Evaluation, evaluate
 from fuselm.torchlm.feed import Feed
-from fuselm.torchlm.graph import GraphedGradients, NotRecordable, is_for_graph, is_repeated
+from fuselm.torchlm.graph import GraphedGradients, NotRecordable, Watch, check_device, is_for_graph
 from fuselm.torchlm.layers import narrow
 from fuselm.torchlm.log import Listener
 from fuselm.torchlm.memory import logits_bytes, pick_micro_batch
@@ -87,6 +87,7 @@ class Trainer:
         listeners: Iterable[Listener] = (),
         on_evaluation: Callable[[int, int], None] | None = None,
         on_step: Callable[[int], None] | None = None,
+        cuda_graph: bool | None = None,  # of this session; None: as the run has it
     ) -> None:
         assert run.train is not None
         self.run, self.config, self.shards, self.listeners = run, run.train, shards, list(listeners)
@@ -95,6 +96,9 @@ class Trainer:
         checkpoint = run.load("last") if run.has_checkpoint else None
         self.device = pick_device(device) if checkpoint else device_for(self.config, device)
         begun_in = checkpoint.state.get("precision") if checkpoint else None  # "auto" may be another one here
+        if cuda_graph:
+            check_device(self.device)
+        self.cuda_graph = self.config.cuda_graph if cuda_graph is None else cuda_graph
         self.precision = precision_of_run(begun_in, self.config.precision, self.device)
         if self.config.deterministic:
             make_deterministic()
@@ -225,8 +229,9 @@ class Trainer:
             "norm": self.model.ops.global_norm,
         }
         if self._eager is None:
-            self._eager = not is_for_graph(self.config.cuda_graph, self.model, self.micro_batch, self.device)
-        if self.config.cuda_graph is None and not self._eager and not is_repeated(self.model, self.loss, self._graphed):
+            self._eager = not is_for_graph(self.cuda_graph, self.model, self.micro_batch, self.device)
+            self._watch = Watch(self.model)
+        if self.cuda_graph is None and not self._eager and not self._watch.sees_nothing(self.loss):
             self._settle()  # the step before, which may be at work in the graph's memory
             self._graphed, self._eager = None, True
         if not self._eager:
@@ -244,7 +249,7 @@ class Trainer:
 
     def _go_on_without(self, error: Exception) -> None:
         """Without a graph, which is as good, unless somebody has asked this run to begin with one."""
-        asked = self.config.cuda_graph
+        asked = self.cuda_graph
         if asked and (not self.run.has_checkpoint or not isinstance(error, NotRecordable)):
             raise error
         if asked:  # it began where this could be recorded: what it has learnt is not to be lost
