@@ -45,10 +45,10 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instea
 
 TRAIN_HELP = """Train a byte-level BPE tokenizer on a corpus and write it as tokenizer.json.
 
-A corpus is a name (stories, tinyshakespeare, wizard-of-oz, tinystories) or the path of a file or folder: text or
-.jsonl, also compressed, or .parquet. Only its training part is read, for --characters both parts. The file can be read
-by Hugging Face tokenizers too. The same text gives the same tokenizer, whatever the number of threads. A file that is
-there already is refused; --overwrite replaces it.
+A corpus is a name (stories, little-stories, tinyshakespeare, wizard-of-oz, tinystories) or the path of a file or
+folder: text or .jsonl, also compressed, or .parquet. Only its training part is read, for --characters both parts. The
+file can be read by Hugging Face tokenizers too. The same text gives the same tokenizer, whatever the number of threads.
+A file that is there already is refused; --overwrite replaces it.
 
 Examples:
 
