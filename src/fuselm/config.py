@@ -387,7 +387,7 @@ def _naive(**more: Any) -> dict[str, Any]:
 # docs/training.md.
 PRESETS: dict[str, Preset] = {
     "demo": Preset(
-        "built-in stories from a small world, three minutes on two CPU cores",
+        "built-in stories from a small world, three to five minutes on two CPU cores",
         "little-stories",
         1024,
         {"context": 256, "num_layers": 3, "width": 128, "num_heads": 4, "ffn_width": 352, "tied": True},

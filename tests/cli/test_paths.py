@@ -11,6 +11,7 @@ import typer
 from typer.testing import CliRunner
 
 from fuselm.cli import app
+from fuselm.cli.errors import told
 from fuselm.cli.paths import typed_corpus, typed_path
 
 TEXT = "Once upon a time there was a little red hen. " * 60
@@ -52,3 +53,46 @@ def test_paths_are_read_and_written_as_they_are_typed(
         assert result.exit_code == 0, result.output
     assert not (tmp_path / "~").exists()
     assert (tmp_path / "data" / name / "train.tokens").is_file()
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["train", ""],
+        ["train", "--out", ""],
+        ["train", "--resume", ""],
+        ["plot", ""],
+        ["data", "prepare", "", "--out", "data"],
+        ["tokenizer", "train", ""],
+    ],
+    ids=" ".join,
+)
+def test_a_variable_that_is_not_set_is_no_path(
+    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An empty corpus was the preset's own, and an empty path the folder one stands in."""
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 2
+    assert "is not empty; got ''. Is a variable not set?" in " ".join(result.stderr.replace("│", " ").split())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_tokenizer_that_could_not_be_written_is_not_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "hen.txt").write_text(TEXT)
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    monkeypatch.setattr("fuselm.cli.data.open_named", lambda *given: pytest.fail("the corpus was opened"))
+    result = CliRunner().invoke(
+        app, ["tokenizer", "train", str(tmp_path / "hen.txt"), "--out", str(tmp_path / "t.json")]
+    )
+    assert (result.exit_code, result.stderr.startswith("error: --out is a file in a folder that can be written")) == (
+        1,
+        True,
+    )
+
+
+def test_whoever_has_read_enough_is_told_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    """As `head` does: what was to be done is done, and typer ends without a word."""
+    with pytest.raises(BrokenPipeError), told():
+        raise BrokenPipeError(32, "Broken pipe")
+    assert capfd.readouterr().err == ""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fuselm.cli.errors import told
-from fuselm.cli.paths import typed_path
+from fuselm.cli.paths import check_writable, typed_path
 from fuselm.cli.progress import Step, bar, under
 from fuselm.cli.tokenizer import UNITS, CorpusName, GivenTokenizer, VocabSize, load
 
@@ -182,12 +181,7 @@ def check_outside(out: Path, corpus: str) -> None:
 def _check_out(out: Path, corpus: str) -> None:
     """Refuse before the work what could not be written after it, or would be read as text the next time."""
     check_outside(out, corpus)
-    target = out.resolve()
-    there = next(path for path in (target, *target.parents) if path.exists())
-    if not there.is_dir():
-        raise ValueError(f"--out is a folder; {there} is a file. Name another.")
-    if not os.access(there, os.W_OK):
-        raise ValueError(f"--out is a folder that can be written; {there} cannot. Name another.")
+    check_writable(out, "--out is a folder")
 
 
 def _check_unused(out: Path, tokenizer: Path | None) -> None:

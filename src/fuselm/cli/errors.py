@@ -26,6 +26,8 @@ def told() -> Iterator[None]:
         except KeyboardInterrupt:
             typer.echo("interrupted: files are as they were", err=True)
             raise typer.Exit(130) from None
+        except BrokenPipeError:
+            raise  # whoever reads has had enough, as `head` does: typer ends without a word
         except (ValueError, OSError, ImportError, MemoryError) as error:
             typer.echo(f"error: {_words(error)}", err=True)
             raise typer.Exit(1) from None

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fuselm.cli.errors import told
-from fuselm.cli.paths import typed_corpus, typed_path
+from fuselm.cli.paths import check_writable, typed_corpus, typed_path
 from fuselm.cli.progress import bar, under
 
 if TYPE_CHECKING:
@@ -129,6 +129,7 @@ def train(
                 f"A tokenizer is written to a file that is not there yet; {path} is. Name another with --out, or give "
                 "--overwrite to replace it."
             )
+        check_writable(path.parent, "--out is a file in a folder")
         source = open_named(corpus, limit_mb, step)
         tokenizer = make_tokenizer(source, vocab_size, characters, special or [], threads, under("tokenizer", step))
         path = tokenizer.save(out)
