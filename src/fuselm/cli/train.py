@@ -106,7 +106,7 @@ def train(
     changes: dict[str, Any] = {
         "steps": steps, "batch_size": batch_size, "micro_batch": micro_batch, "context": context, "seed": seed,
         "learning_rate": learning_rate, "precision": precision, "impl": impl, "compile": compiled,
-        "deterministic": deterministic,
+        "cuda_graph": cuda_graph, "deterministic": deterministic,
     }  # fmt: skip
     with told():
         _check_options(samples, log_csv)
@@ -116,15 +116,12 @@ def train(
             run, shards = _resumed(resume, given)
         else:
             name = preset or DEFAULT_PRESET
-            changes["cuda_graph"] = cuda_graph
             plan = make_plan(name, corpus, out, changes, settings or [], tokenizer, limit_mb, overwrite)
             _check_device(device, plan)
             cuda_graph = plan.train.cuda_graph
             with _told_of_out():
                 run, shards = open_or_make(plan, device)
-        check_room(run)
-        if not overwrite:
-            _tell_of_a_lost_beginning(run)
+        _look_into_folder(run, overwrite)
         with run.claimed(), _told_of_interrupts(run):
             trainer = _trained(run, shards, device, cuda_graph, log_csv, tensorboard)
             command = None if resume is not None else shlex.join(["fuselm", *sys.argv[1:]])
@@ -144,13 +141,21 @@ def _check_options(samples: int, log_csv: Path | None) -> None:
 def _resumed(folder: Path, given: dict[str, Any]) -> tuple[Run, dict[str, Shard]]:
     from fuselm.checkpoint import open_run
 
-    if wrong := [name for name, value in given.items() if value is not None]:
+    # Whether steps are a graph is a session's.
+    if wrong := [name for name, value in given.items() if value is not None and name != "cuda_graph"]:
         names = ", ".join(name if name[0] in "-C" else f"--{name.replace('_', '-')}" for name in wrong)
         raise ValueError(f"--resume goes on with the config in the folder; got {names} as well. Leave that out.")
     run = open_run(folder)
     if run.train is None:
         raise ValueError(f"{folder} holds weights without a training config. Begin a new run.")
     return run, open_data(run)
+
+
+def _look_into_folder(run: Run, overwrite: bool) -> None:
+    """Refuse one without room, and tell of what was lost in it."""
+    check_room(run)
+    if not overwrite:
+        _tell_of_a_lost_beginning(run)
 
 
 def _tell_of_a_lost_beginning(run: Run) -> None:

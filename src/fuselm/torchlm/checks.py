@@ -46,10 +46,10 @@ def check_data(
     Loader(shards["train"], batch_size=config.batch_size, context=model.context, rows=config.rows)
 
 
-def device_for(config: TrainConfig, name: str) -> torch.device:
-    """The device of this name, if a run of this config can begin there. (Begun with CUDA graphs it goes on without.)"""
+def device_for(name: str, cuda_graph: bool | None) -> torch.device:
+    """The device of this name, if a session can be there that asks for CUDA graphs or does not."""
     device = pick_device(name)
-    if config.cuda_graph:
+    if cuda_graph:
         check_device(device)
     return device
 
@@ -66,7 +66,7 @@ def precision_of_run(begun_in: str | None, asked: str, device: torch.device) -> 
 
 def check_run(model: ModelConfig, config: TrainConfig, shards: Mapping[str, Shard], device_name: str) -> None:
     """Everything that a Trainer would refuse, without making one: for whoever has not made the run's folder yet."""
-    device = device_for(config, device_name)
+    device = device_for(device_name, config.cuda_graph)
     precision = pick_precision(config.precision, device)
     check_data(model, config, shards, None)
     public_ops.choose(model.impl, model.op_impl, device=str(device))

@@ -29,7 +29,7 @@ from fuselm.optim import AdamW, decay_groups
 from fuselm.torchlm.checks import check_data, device_for, precision_of_run
 from fuselm.torchlm.evaluate import Evaluation, evaluate
 from fuselm.torchlm.feed import Feed
-from fuselm.torchlm.graph import GraphedGradients, NotRecordable, Watch, check_device, is_for_graph
+from fuselm.torchlm.graph import GraphedGradients, NotRecordable, Watch, is_for_graph
 from fuselm.torchlm.layers import narrow
 from fuselm.torchlm.log import Listener
 from fuselm.torchlm.memory import logits_bytes, pick_micro_batch
@@ -39,7 +39,6 @@ from fuselm.torchlm.precision import (
     LossScaler,
     attention_backends,
     make_deterministic,
-    pick_device,
 )
 from fuselm.torchlm.sample import sample
 from fuselm.torchlm.schedule import learning_rate
@@ -78,6 +77,8 @@ class Progress:
 class Trainer:
     """A run under way. `stop()` may be called from a signal handler: the step that is being made is finished first."""
 
+    on_step: Callable[[int], None] | None = None  # called after each step with its number
+
     def __init__(
         self,
         run: Run,
@@ -86,19 +87,16 @@ class Trainer:
         device: str = "auto",
         listeners: Iterable[Listener] = (),
         on_evaluation: Callable[[int, int], None] | None = None,
-        on_step: Callable[[int], None] | None = None,
         cuda_graph: bool | None = None,  # of this session; None: as the run has it
     ) -> None:
         assert run.train is not None
         self.run, self.config, self.shards, self.listeners = run, run.train, shards, list(listeners)
-        self.on_evaluation, self.on_step = on_evaluation, on_step
+        self.on_evaluation = on_evaluation
         self.tokenizer = run.tokenizer()
         checkpoint = run.load("last") if run.has_checkpoint else None
-        self.device = pick_device(device) if checkpoint else device_for(self.config, device)
-        begun_in = checkpoint.state.get("precision") if checkpoint else None  # "auto" may be another one here
-        if cuda_graph:
-            check_device(self.device)
         self.cuda_graph = self.config.cuda_graph if cuda_graph is None else cuda_graph
+        self.device = device_for(device, cuda_graph if checkpoint else self.cuda_graph)
+        begun_in = checkpoint.state.get("precision") if checkpoint else None  # "auto" may be another one here
         self.precision = precision_of_run(begun_in, self.config.precision, self.device)
         if self.config.deterministic:
             make_deterministic()
