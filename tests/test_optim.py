@@ -525,6 +525,11 @@ def test_a_norm_may_be_an_integer() -> None:
     assert torch.equal(clip_scale(torch.tensor(5), 0.5), clip_scale(torch.tensor(5.0), 0.5))
 
 
+def test_a_maximal_norm_may_be_a_number_on_the_host_in_any_form() -> None:
+    for max_norm in (0.5, torch.tensor(0.5), torch.tensor(0.5, dtype=torch.float64)):
+        assert clip_scale(torch.tensor(2.0), max_norm).item() == pytest.approx(0.25, rel=1e-6)  # type: ignore[arg-type]
+
+
 def test_a_maximal_norm_must_be_positive() -> None:
     for max_norm in (0.0, -1.0, math.nan):
         with pytest.raises(ValueError, match=r"max_norm is above 0; got .*\. To clip nothing"):

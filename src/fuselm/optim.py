@@ -428,7 +428,7 @@ def clip_scale(norm: Tensor, max_norm: float) -> Tensor:
         raise ValueError(f"max_norm is above 0; got {max_norm}. To clip nothing, leave the scale out.")
     # By a tensor: torch would divide a number by multiplying it with the reciprocal, in two launches.
     above = norm + 1e-6  # of an integer, too, a number with a fraction
-    share = torch.div(torch.tensor(max_norm, dtype=above.dtype, device="cpu"), above)
+    share = torch.div(torch.as_tensor(max_norm, dtype=above.dtype, device="cpu"), above)
     return torch.add(share.clamp(max=1.0), norm, alpha=0.0)  # NaN if the norm is not finite
 
 

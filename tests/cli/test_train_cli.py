@@ -285,6 +285,22 @@ def test_each_text_has_a_folder_of_its_own_where_none_is_named(tmp_path: Path, m
     assert "finished already at step 2 of 2" in fuselm(texts[0], *options).stderr
 
 
+def test_a_prepared_folder_of_a_built_in_corpus_name_is_not_that_corpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`./stories` is the folder; a preset whose corpus is the built-in one trained on it without a word."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "hen.txt").write_text("Once upon a time there was a little red hen. " * 60)
+    prepared = CliRunner().invoke(app, ["data", "prepare", "hen.txt", "--characters", "--out", "stories"])
+    assert prepared.exit_code == 0, prepared.output
+    options = (*TINY, "--samples", "0", "--limit-mb", "0.1")
+    assert fuselm("stories", *options, "--out", "built-in").exit_code == 0
+    assert open_run(tmp_path / "built-in").data["corpus"] == "stories"
+    found = fuselm("./stories", *TINY, "--samples", "0", "--out", "folder")
+    assert found.exit_code == 0, found.output
+    assert open_run(tmp_path / "folder").data["corpus"] == str(tmp_path / "stories")
+
+
 def test_a_text_is_the_same_however_its_path_is_typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))

@@ -63,6 +63,16 @@ def turned_as_complex(x: Tensor, places: np.ndarray, width: int, interleaved: bo
     return out
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_eps_that_is_not_given_is_the_contracts(compiled: bool) -> None:
+    """Of heads so small that it counts: torch.compile reads a literal in its place."""
+    q, (cos, sin), by_weights = 1e-4 * drawn(1, 3, 2, 8), tables(3, 8), weights(8, True)
+    rope = torch.compile(ops.rope, backend="aot_eager") if compiled else ops.rope
+    found = rope(q, q, cos, sin, **by_weights)
+    assert all(map(torch.equal, found, ops.rope(q, q, cos, sin, eps=contract.DEFAULT_EPS, **by_weights)))
+    assert not torch.equal(found[0], ops.rope(q, q, cos, sin, eps=2.0**-22, **by_weights)[0])
+
+
 @both_ways
 @in_each_dtype
 @pytest.mark.parametrize("heads", [(4, 4), (8, 2), (3, 1), (1, 5), (5, 3), (0, 2), (2, 0)], ids=str)

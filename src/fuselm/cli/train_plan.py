@@ -47,10 +47,12 @@ class Plan:
 
     @property
     def prepared(self) -> Path | None:
-        """The corpus, where it is one that `fuselm data prepare` made."""
+        """The corpus, where it is one that `fuselm data prepare` made; a built-in one's name is no folder's."""
+        from fuselm.data.corpora import corpus_names
         from fuselm.data.readers import MANIFEST
 
-        return Path(self.corpus) if (Path(self.corpus) / MANIFEST).is_file() else None
+        is_folder = self.corpus not in corpus_names() and (Path(self.corpus) / MANIFEST).is_file()
+        return Path(self.corpus) if is_folder else None
 
     @property
     def place(self) -> str:
@@ -138,7 +140,7 @@ def _usual_folder(preset_name: str, chosen: Preset, corpus: str | None) -> Path:
     """
     if corpus in (None, chosen.corpus):
         return Path("runs") / preset_name
-    text = TEXT_ENDING.sub("", Path(os.path.abspath(corpus)).name)
+    text = TEXT_ENDING.sub("", Path(os.path.abspath(corpus)).name) or "text"
     return Path("runs") / f"{text}-{preset_name}"
 
 

@@ -56,7 +56,7 @@ def rope(
 
     cos and sin are fp32 [S, H / 2], a row for each position, and constants; `positions` are [T] or [B, T], 0 to T - 1
     unless given. Pairs are (i, i + H / 2), or (2 i, 2 i + 1) with `interleaved`. With weights [H], q and k are first
-    normalised by their root mean square (QK-norm); eps=None is 2^-23. A position that the tables have no row for is
+    normalised by their root mean square (QK-norm), whose eps is 2^-23 unless given. A position that the tables lack is
     refused on a CPU; elsewhere, where nobody can look without waiting, it makes the token's q and k NaN.
 
     `inplace` writes the result over q and k and returns them. With weights that works without gradients only: backward
